@@ -87,8 +87,9 @@ struct Connection {
   bool coalescing = false;   // it is in the engine's list of such connections
   std::uint64_t queued = 0;
   std::atomic<std::uint64_t> flushed = 0;
-  std::atomic<std::uint64_t> progress = 0;  // grows whenever the link sends more of the queue
-  std::atomic<bool> stalled = false;        // the peer has not read for a while: no thread waits for it
+  std::atomic<std::uint64_t> progress = 0;       // grows whenever the link sends more of the queue
+  std::atomic<std::int64_t> unsent_replies = 0;  // bytes of replies in the queue
+  std::atomic<bool> stalled = false;             // the peer has not read for a while: no thread waits for it
 
   // Flow control: request bytes sent that the peer has not processed; bytes processed but not yet reported to the peer.
   std::atomic<std::int64_t> outstanding = 0;

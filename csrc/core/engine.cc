@@ -102,6 +102,7 @@ void Engine::on_timer(Lock& lock) {
   parts_.calls.expire(at, released, expired);
   parts_.peers.on_timer(lock, at);
   parts_.leader.on_timer(at);
+  parts_.sender.release_held();
   parts_.queue.on_timer(at);
   const bool trims = trim_is_due(at);
   if (trims) {

@@ -103,8 +103,10 @@ bool Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr
   }
   PoolThread* self = may_wait && !m->segments.empty() && !c->stalled ? parts_.queue.this_thread() : nullptr;
   Transmission p{.copy = !self, .may_coalesce = more, .before_blocking = &before_blocking, .connection = c};
-  if (p.copy && weight(m->payload_size()) > kLargePayload) p.copied_owner = copy_payload(*m);
+  const std::int64_t size = weight(m->payload_size());
+  if (p.copy && size > kLargePayload) p.copied_owner = copy_payload(*m);
   const SendResult result = parts_.sender.transmit(c, m, p);
+  parts_.sender.check_reply_window(c, size);
   if (result == SendResult::kQueued && self) parts_.sender.wait_until_reply_sent(*self, p);
   return result != SendResult::kBroken;
 }

@@ -363,6 +363,7 @@ void Peers::close_connection(const ConnectionPtr& c, std::string why) {
       const auto status = parts_.is_stopping() ? CallStatus::kStopped : CallStatus::kPeerLost;
       parts_.calls.fail_calls_of(c->id, status, why, released);
       parts_.canceler.cancel_requests_of(c->id);
+      parts_.queue.release(c->id);
       if (found != peers_.end() && found->second.connection == c) {
         if (has_session(*c)) {
           end_session(c, found->second, why, parted);

@@ -14,6 +14,11 @@ void attach_credit(Connection& c, FrameHeader& header) {
   header.credit = static_cast<std::uint64_t>(c.credit_due.exchange(0, std::memory_order_relaxed));
 }
 
+/// Returns the bytes that a message counts against the reply window.
+std::int64_t reply_weight(const Outgoing& m) {
+  return m.header.type == FrameType::kReply ? weight(m.payload_size()) : 0;
+}
+
 /// Returns whether a queued message has left the queue of its connection.
 bool has_left_queue(const Transmission& p) {
   return p.connection->flushed.load(std::memory_order_acquire) >= p.ticket ||
@@ -105,6 +110,7 @@ SendResult Sender::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgo
     if (auto copied_owner = copy_payload(*m)) p.copied_owner = std::move(copied_owner);
   }
   const bool first = c->queue.empty();
+  c->unsent_replies.fetch_add(reply_weight(*m), std::memory_order_relaxed);
   c->queue.push_back(std::move(m));
   p.ticket = ++c->queued;
   if (first) watch_writable(*c, c->link->waits_for_fd());
@@ -144,6 +150,7 @@ void Sender::flush(const ConnectionPtr& c) {
       const SendState state = c->link->send(front);
       if (state == SendState::kBlocked) waits_for_fd = c->link->waits_for_fd();
       if (state != SendState::kSent) break;  // the leader reports a broken link
+      c->unsent_replies.fetch_sub(reply_weight(front), std::memory_order_relaxed);
       done.push_back(std::move(c->queue.front()));
       c->queue.pop_front();
       c->flushed.fetch_add(1, std::memory_order_release);
@@ -319,6 +326,25 @@ void Sender::count_over_window(Connection& c, std::int32_t peer, std::int64_t si
       " bytes wait at that worker, and more are being sent. Calls on a running event loop, in handlers and in "
       "callbacks do not wait for the receiver (request_window_bytes): await some results before making more calls.");
   parts_.queue.wake_for_work();
+}
+
+std::int64_t Sender::unread_replies(const Connection& c) {
+  return c.unsent_replies.load(std::memory_order_relaxed) + static_cast<std::int64_t>(c.link->unread_bytes());
+}
+
+void Sender::check_reply_window(const ConnectionPtr& c, std::int64_t reply) {
+  if (reply < kLargePayload && c->unsent_replies.load(std::memory_order_relaxed) <= window_) [[likely]]
+    return;
+  if (unread_replies(*c) <= window_) return;
+  Lock lock(parts_.mutex);
+  if (parts_.peers.has_connection(c->id)) parts_.queue.hold(c->id);
+}
+
+void Sender::release_held() {
+  parts_.queue.release_if([this](std::uint64_t id) REQUIRES(engine_mutex) {
+    const ConnectionPtr c = parts_.peers.find_connection(id);
+    return !c || unread_replies(*c) <= window_ / 2;
+  });
 }
 
 void Sender::send_window(const ConnectionPtr& c) {

@@ -111,6 +111,10 @@ class Sender {
   bool may_send_now(std::int32_t peer, std::uint64_t payload) const EXCLUDES(engine_mutex);
   /// Counts a request that is sent although the window is closed. Logs a warning once if these are many.
   void count_over_window(Connection& c, std::int32_t peer, std::int64_t size) EXCLUDES(engine_mutex);
+  /// Holds further requests of a peer that has not read enough replies, after a reply of some bytes to it.
+  void check_reply_window(const ConnectionPtr& c, std::int64_t reply) EXCLUDES(engine_mutex);
+  /// Releases the requests of peers that have read enough.
+  void release_held() REQUIRES(engine_mutex);
   /// Sends this worker's window before it waits for the peer. The peer's own window may be so large that it would not
   /// report such a small credit.
   void send_window(const ConnectionPtr& c) EXCLUDES(engine_mutex);
@@ -126,6 +130,7 @@ class Sender {
 
  private:
   void fail_outdated(std::uint64_t id, Released& released) REQUIRES(engine_mutex);
+  static std::int64_t unread_replies(const Connection& c);
   bool coalesce(const ConnectionPtr& c, const Outgoing& m, bool more) EXCLUDES(engine_mutex);
   void watch_writable(Connection& c, bool on);
   bool wait_for_pending_send(std::int32_t peer, Transmission& p, Nanos deadline,

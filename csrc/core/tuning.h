@@ -71,6 +71,9 @@ inline constexpr std::int64_t kLargePayload = 64 << 10;
 inline constexpr Nanos kStallTimeout = 100 * kMillisecond;
 /// Credit is reported in a frame of its own at this part of the window.
 inline constexpr std::size_t kCreditShare = 4;
+/// Requests of a peer that has not read its replies are held; this is how often its progress is checked. Half of the
+/// default window in this time is 16 GB/s.
+inline constexpr Nanos kReplyWindowCheck = 2 * kMillisecond;
 /// A warning is logged when requests exceed the window by this factor.
 inline constexpr std::int64_t kWindowWarningFactor = 4;
 

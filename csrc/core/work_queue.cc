@@ -20,11 +20,16 @@ PoolThread::~PoolThread() {
 
 // ---- items
 
+std::deque<WorkItem>& WorkQueue::queue_of(const WorkItem& request) {
+  if (!held_.empty()) [[unlikely]] {
+    if (const auto found = held_.find(request.connection); found != held_.end()) return found->second;
+  }
+  return request.message.header.flags & kNested ? nested_ : top_;
+}
+
 void WorkQueue::push(WorkItem&& item) {
   if (item.since == 0) item.since = now();
-  std::deque<WorkItem>& queue = item.kind != WorkKind::kRequest       ? urgent_
-                                : item.message.header.flags & kNested ? nested_
-                                                                      : top_;
+  std::deque<WorkItem>& queue = item.kind == WorkKind::kRequest ? queue_of(item) : urgent_;
   queue.push_back(std::move(item));
   if (!parts_.leader.exists()) parts_.timer.arm(now() + kHandoffDelay);
 }
@@ -133,11 +138,13 @@ void WorkQueue::cancel_queued(std::uint64_t connection, const std::function<bool
     return true;
   };
   for (WorkItem& item : nested_) cancels(item);
-  std::erase_if(top_, [&](WorkItem& item) REQUIRES(engine_mutex) {
+  const auto moves = [&](WorkItem& item) REQUIRES(engine_mutex) {
     const bool canceled = cancels(item);
     if (canceled) nested_.push_back(std::move(item));
     return canceled;
-  });
+  };
+  std::erase_if(top_, moves);
+  if (const auto found = held_.find(connection); found != held_.end()) std::erase_if(found->second, moves);
 }
 
 RunningRequest* WorkQueue::find_running(std::uint64_t connection, std::uint64_t call) {
@@ -150,6 +157,38 @@ void WorkQueue::cancel_running(std::uint64_t connection) {
   for (RunningRequest& r : requests_of_threads_) {
     if (r.call != 0 && r.connection == connection) r.cancel();
   }
+}
+
+// ---- reply window
+
+void WorkQueue::hold(std::uint64_t connection) {
+  const auto [found, added] = held_.try_emplace(connection);
+  if (!added) return;
+  for (auto* queue : {&nested_, &top_}) {
+    std::erase_if(*queue, [&, &held = found->second](WorkItem& item) {
+      const bool holds = item.connection == connection && item.status == CallStatus::kPending;
+      if (holds) held.push_back(std::move(item));
+      return holds;
+    });
+  }
+  parts_.timer.arm(now() + kReplyWindowCheck);
+}
+
+void WorkQueue::release(std::uint64_t connection) {
+  auto held = held_.extract(connection);
+  if (held.empty()) return;
+  for (WorkItem& item : held.mapped()) queue_of(item).push_back(std::move(item));
+}
+
+void WorkQueue::release_if(const std::function<bool(std::uint64_t)>& may_go_on) {
+  if (held_.empty()) return;
+  std::vector<std::uint64_t> released;
+  for (const auto& [connection, requests] : held_) {
+    if (may_go_on(connection)) released.push_back(connection);
+  }
+  for (const std::uint64_t connection : released) release(connection);
+  if (!released.empty()) wake_for_work();
+  if (!held_.empty()) parts_.timer.arm(now() + kReplyWindowCheck);
 }
 
 // ---- threads
@@ -286,7 +325,9 @@ void WorkQueue::wake_for_work() {
 // ---- state
 
 WorkQueueStats WorkQueue::stats() const {
-  return {.queued_requests = nested_.size() + top_.size(),
+  std::size_t held = 0;
+  for (const auto& [connection, requests] : held_) held += requests.size();
+  return {.queued_requests = nested_.size() + top_.size() + held,
           .pool_threads = threads_,
           .running_handlers = running_,
           .running_requests = running_requests_,

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -97,6 +98,16 @@ class WorkQueue {
     if (self && self->request->call == call && self->request->connection == connection) *self->request = {};
   }
 
+  // ---- reply window
+
+  /// Holds the requests of a connection, queued and new ones: its peer has not read enough of its replies.
+  void hold(std::uint64_t connection) REQUIRES(engine_mutex);
+  /// Queues the requests of a connection that were held. Wakes no thread.
+  void release(std::uint64_t connection) REQUIRES(engine_mutex);
+  /// Releases the connections for which `may_go_on` returns true, and wakes a thread for their requests.
+  void release_if(const std::function<bool(std::uint64_t)>& may_go_on) REQUIRES(engine_mutex);
+  bool is_holding() const REQUIRES(engine_mutex) { return !held_.empty(); }
+
   // ---- threads
 
   /// Registers a thread that is new, or that has finished its item.
@@ -153,6 +164,7 @@ class WorkQueue {
 
  private:
   void finish_peer_event() REQUIRES(engine_mutex);
+  std::deque<WorkItem>& queue_of(const WorkItem& request) REQUIRES(engine_mutex);
 
   EngineParts& parts_;
   const std::size_t handlers_;
@@ -162,6 +174,7 @@ class WorkQueue {
   std::atomic<bool> has_deferred_ = false;                  // hint, read without the mutex
   std::deque<WorkItem> nested_ GUARDED_BY(engine_mutex);
   std::deque<WorkItem> top_ GUARDED_BY(engine_mutex);
+  std::map<std::uint64_t, std::deque<WorkItem>> held_ GUARDED_BY(engine_mutex);  // requests, by connection
   bool peer_event_running_ GUARDED_BY(engine_mutex) = false;  // a peer event is in `urgent_` or running
   std::deque<WorkItem> peer_events_ GUARDED_BY(engine_mutex);
 

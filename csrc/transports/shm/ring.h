@@ -35,6 +35,8 @@ class RingWriter {
   void put(const void* bytes, std::size_t size);
   /// Makes the bytes visible. Returns true if the reader sleeps and must be woken.
   bool publish();
+  /// Returns how many bytes have been written from the start.
+  std::uint64_t written() const { return written_; }
   void wait() { control_->waits.store(1, std::memory_order_relaxed); }
 
  private:

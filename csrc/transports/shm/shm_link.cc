@@ -176,7 +176,19 @@ SendState ShmLink::send(Outgoing& m) {
     }
     if (!publish()) return fail_to_send();
   }
+  if (!m.segments.empty()) note_unread(m);
   return SendState::kSent;
+}
+
+void ShmLink::note_unread(const Outgoing& m) {
+  std::uint64_t bytes = 0;
+  for (const OutSegment& s : m.segments) bytes += s.lease != 0 && !s.multicast ? s.size : 0;
+  if (bytes > 0) unread_.add(out_.written(), bytes, read_by_peer());
+}
+
+std::uint64_t ShmLink::read_by_peer() const {
+  const ShmControl* shared = shared_.load(std::memory_order_acquire);
+  return shared ? shared->rings[end_].read.load(std::memory_order_relaxed) : 0;
 }
 
 /// Copies the large segments of a message into the arena before its frame begins, as far as there is or will be room.

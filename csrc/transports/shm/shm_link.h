@@ -17,6 +17,7 @@
 #include "transports/frames.h"
 #include "transports/shm/layout.h"
 #include "transports/shm/ring.h"
+#include "transports/shm/unread_frames.h"
 
 namespace telegrad {
 
@@ -47,6 +48,7 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   std::string error() const override;
   PeerCredentials peer_credentials(CredentialLookup& lookup) const override;
   std::uint64_t received_bytes() const override;
+  std::uint64_t unread_bytes() const override { return unread_.bytes(read_by_peer()); }
   std::string describe() const override { return description_; }
 
  private:
@@ -60,6 +62,8 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   bool publish();
   SendState blocked();
   SendState copy_to_arena(Outgoing& message);
+  void note_unread(const Outgoing& message);
+  std::uint64_t read_by_peer() const;
   void receive_packets(unsigned most = kPackets);
   void on_packet(const std::byte* packet, std::size_t size, UniqueFd passed);
   void on_offer(std::uint32_t chunk, std::size_t size, UniqueFd passed);
@@ -100,6 +104,8 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   bool busy_polled_ = false;  // it is busy polled
   bool ended_ = false;        // the other end has closed
   bool to_send_ = false;      // the sending thread can continue: see ReceiveState::kToSend
+
+  mutable UnreadFrames unread_;
 
   // From the receiving thread to the sending thread.
   struct Answer {
