@@ -215,8 +215,8 @@ class Options(RpcBackendOptions):
     )
     request_window_bytes: int = _option(
         64 * _MIB,
-        "how many bytes of requests to one worker may be outstanding before callers block, and how many bytes of replies"
-        " a caller may leave unread before its further requests wait (replies themselves never do)",
+        "how many bytes of requests to one worker may be outstanding before callers block, and how many bytes of"
+        " replies a caller may leave unread before its further requests wait (replies themselves never do)",
         env="TELEGRAD_REQUEST_WINDOW_BYTES",
         unit="bytes",
     )
