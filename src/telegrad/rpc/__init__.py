@@ -17,6 +17,7 @@ from telegrad.rpc.api import (
     shutdown,
 )
 from telegrad.rpc.cancellation import cancelled
+from telegrad.rpc.debug import debug_info
 from telegrad.rpc.intercept import Registration, intercept, register_type, use_pickler
 from telegrad.rpc.map import map as map  # public, but `import *` must not hide Python's own
 from telegrad.rpc.memory import empty
@@ -30,11 +31,13 @@ from telegrad.types import WorkerInfo
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import InterceptedCall, Interceptor, Proceed
 from telegrad.worker.calls.wait_all import wait_all
+from telegrad.worker.diagnostics.debug_info import DebugInfo
 
 __all__ = [
     "AllGatherStates",
     "BackendType",
     "CallFuture",
+    "DebugInfo",
     "InterceptedCall",
     "Interceptor",
     "Options",
@@ -52,6 +55,7 @@ __all__ = [
     "call",
     "cancelled",
     "constants",
+    "debug_info",
     "empty",
     "functions",
     "get_rpc_timeout",

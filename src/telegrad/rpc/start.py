@@ -25,6 +25,8 @@ from telegrad.worker import Worker as _Worker
 from telegrad.worker import lifecycle_log, membership
 from telegrad.worker.autograd_hooks import WorkerPlugins
 from telegrad.worker.calls.future import CallFuture, Deferred
+from telegrad.worker.diagnostics.debug_info import DebugInfo
+from telegrad.worker.diagnostics.snapshot import snapshot
 
 __all__ = ["Worker", "init_rpc", "is_available", "start_agent"]
 
@@ -419,6 +421,13 @@ class Worker:
     def get_worker_infos(self) -> list[WorkerInfo]:
         """List all workers of the group, in the order of their ids."""
         return self._worker.members.infos()
+
+    def debug_info(self) -> DebugInfo:
+        """Return a snapshot of this worker, like `telegrad.rpc.debug_info`.
+
+        It may be closed.
+        """
+        return snapshot(self._worker)
 
     def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
         """Leave the group, as `telegrad.rpc.shutdown` of this worker.

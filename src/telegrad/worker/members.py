@@ -22,6 +22,7 @@ class Members:
     def __init__(self, info: WorkerInfo, refresh: Callable[[], None]) -> None:
         self.by_key: dict[str | int, WorkerInfo] = {info.name: info, info.id: info}  # never replaced: the core holds it
         self.lost: dict[int, str] = {}  # workers that are gone, and the reason
+        self.connected: dict[int, str] = {}  # first connection: name, "to" or "from", and the address
         self.departed: set[int] = set()  # lost workers that sent a goodbye
         self.gone_at_shutdown: set[int] = set()  # lost workers by agreement of the group when its shutdown began
         self.loss_listeners: list[Callable[[], object]] = []
@@ -110,6 +111,7 @@ class Members:
         if departed:
             self.departed.add(worker_id)
         self.lost[worker_id] = reason
+        self.connected.pop(worker_id, None)
 
     def mark_present(self, worker_id: int) -> None:
         """Record that a worker has reconnected, or that a new one has its id."""

@@ -29,6 +29,7 @@ from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.closed import AnyEngine, AnyServer, ClosedEngine
+from telegrad.worker.diagnostics.running import RunningHandlers
 from telegrad.worker.members import Members
 from telegrad.worker.native import ENVIRONMENT, make_engine, make_server
 from telegrad.worker.refs.references import References
@@ -163,6 +164,8 @@ class Worker:
                 CANCEL: self.handlers.cancel,
             },
         )
+        self.running: RunningHandlers = RunningHandlers(self.pool)
+        self.retries: dict[int, Callable[[], str]] = {}  # calls that are repeated after a loss: their texts by number
         self.pool.start()
         process_hooks.register(self)
 

@@ -30,7 +30,8 @@ class Dispatcher:
     def on_message(self, item: tuple[Any, ...]) -> None:
         """Handle a one-way message."""
         worker = self._worker
-        _, _, peer, _, _, tag, flags, _, body, segments, _ = item
+        _, _, peer, connection, _, tag, flags, _, body, segments, _ = item
+        worker.handlers.callers.add(connection, peer)
         if tag == Tag.REFERENCES:
             worker.references.on_message(peer, worker.messages.decode(flags, body, segments, []))
         elif tag == Tag.SHUTDOWN:
@@ -64,6 +65,7 @@ class Dispatcher:
         elif event == PEER_BACK:
             worker.on_peer_back(peer)
         elif event == CONNECTED:
+            worker.members.connected[peer] = text
             lifecycle_log.connected(worker, peer, text)
         else:
             logger.warning("%s: %s", worker.info.name, text)
