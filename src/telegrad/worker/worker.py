@@ -29,7 +29,9 @@ from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.closed import AnyEngine, AnyServer, ClosedEngine
+from telegrad.worker.diagnostics import signal_dump
 from telegrad.worker.diagnostics.running import RunningHandlers
+from telegrad.worker.diagnostics.watchdog import Watchdog
 from telegrad.worker.members import Members
 from telegrad.worker.native import ENVIRONMENT, make_engine, make_server
 from telegrad.worker.refs.references import References
@@ -166,7 +168,13 @@ class Worker:
         )
         self.running: RunningHandlers = RunningHandlers(self.pool)
         self.retries: dict[int, Callable[[], str]] = {}  # calls that are repeated after a loss: their texts by number
+        self.watchdog: Watchdog = Watchdog(
+            info.name, options.stuck_handler_timeout, self.running, self.handlers.callers, self.timers.call_later
+        )
+        self.pool.on_growth = self.watchdog.start  # the first thread of the pool alone runs no handler for long
         self.pool.start()
+        if options.dump_on_sigusr2:
+            signal_dump.install()
         process_hooks.register(self)
 
     def __repr__(self) -> str:

@@ -47,6 +47,7 @@ class ThreadPool:
         self._handle = handle
         self._lock = threading.Lock()
         self.contexts: dict[threading.Thread, Context] = {}  # of the running threads, for `telegrad.worker.diagnostics`
+        self.on_growth: Callable[[], object] = lambda: None  # called when further threads start
         self._count = 0
         self._thread_limit_hit = False  # logged already
         self._jobs: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -112,6 +113,7 @@ class ThreadPool:
         try:
             self.start()
             self._thread_limit_hit = False
+            self.on_growth()
         except BaseException as e:
             self._engine.spawn_failed()
             if self._thread_limit_hit:
