@@ -30,6 +30,7 @@ from telegrad.streams.stream import Stream
 from telegrad.types import WorkerInfo
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import InterceptedCall, Interceptor, Proceed
+from telegrad.worker.calls.retry_policy import Retry
 from telegrad.worker.calls.wait_all import wait_all
 from telegrad.worker.diagnostics.debug_info import DebugInfo
 
@@ -45,6 +46,7 @@ __all__ = [
     "Proceed",
     "RRef",
     "Registration",
+    "Retry",
     "RpcBackendOptions",
     "Stream",
     "TensorPipeRpcBackendOptions",

@@ -25,6 +25,7 @@ from telegrad.worker import Worker as _Worker
 from telegrad.worker import lifecycle_log, membership
 from telegrad.worker.autograd_hooks import WorkerPlugins
 from telegrad.worker.calls.future import CallFuture, Deferred
+from telegrad.worker.calls.retry_policy import Retry
 from telegrad.worker.diagnostics.debug_info import DebugInfo
 from telegrad.worker.diagnostics.snapshot import snapshot
 
@@ -281,50 +282,104 @@ class Worker:
 
     @overload
     def rpc_sync(
-        self, to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+        self,
+        to: To,
+        func: Callable[..., Deferred[T]],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = ...,
+        retry: Retry | None = ...,
     ) -> T: ...
     @overload
     def rpc_sync(
-        self, to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+        self,
+        to: To,
+        func: Callable[..., T],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = ...,
+        retry: Retry | None = ...,
     ) -> T: ...
 
     def rpc_sync(
-        self, to: To, func: Callable[..., object], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
+        self,
+        to: To,
+        func: Callable[..., object],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = -1.0,
+        retry: Retry | None = None,
     ) -> Any:
         """Call a worker and wait, as `telegrad.rpc.rpc_sync` through this worker."""
         with self._worker:
-            return api.rpc_sync(to, func, args, kwargs, timeout)
+            return api.rpc_sync(to, func, args, kwargs, timeout, retry)
 
     @overload
     def rpc_async(
-        self, to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+        self,
+        to: To,
+        func: Callable[..., Deferred[T]],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = ...,
+        retry: Retry | None = ...,
     ) -> CallFuture[T]: ...
     @overload
     def rpc_async(
-        self, to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+        self,
+        to: To,
+        func: Callable[..., T],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = ...,
+        retry: Retry | None = ...,
     ) -> CallFuture[T]: ...
 
     def rpc_async(
-        self, to: To, func: Callable[..., object], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
+        self,
+        to: To,
+        func: Callable[..., object],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = -1.0,
+        retry: Retry | None = None,
     ) -> CallFuture[Any]:
         """Call a worker, as `telegrad.rpc.rpc_async` through this worker."""
         with self._worker:
-            return api.rpc_async(to, func, args, kwargs, timeout)
+            return api.rpc_async(to, func, args, kwargs, timeout, retry)
 
     @overload
     async def call(
-        self, to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+        self,
+        to: To,
+        func: Callable[..., Deferred[T]],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = ...,
+        retry: Retry | None = ...,
     ) -> T: ...
     @overload
     async def call(
-        self, to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+        self,
+        to: To,
+        func: Callable[..., T],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = ...,
+        retry: Retry | None = ...,
     ) -> T: ...
 
     async def call(
-        self, to: To, func: Callable[..., object], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
+        self,
+        to: To,
+        func: Callable[..., object],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = -1.0,
+        retry: Retry | None = None,
     ) -> Any:
         """Call a worker and await it, as `telegrad.rpc.call` through this worker."""
-        return await self.rpc_async(to, func, args, kwargs, timeout)
+        return await self.rpc_async(to, func, args, kwargs, timeout, retry)
 
     @overload
     def multicast(

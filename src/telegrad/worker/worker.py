@@ -28,6 +28,7 @@ from telegrad.worker.autograd_hooks import AutogradHooks, WorkerPlugins
 from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.messages import Messages
+from telegrad.worker.calls.retrying import Retries
 from telegrad.worker.closed import AnyEngine, AnyServer, ClosedEngine
 from telegrad.worker.diagnostics import signal_dump
 from telegrad.worker.diagnostics.running import RunningHandlers
@@ -39,6 +40,7 @@ from telegrad.worker.scope import Scope, current
 from telegrad.worker.serving.dispatch import Dispatcher
 from telegrad.worker.serving.event_loop import EventLoop
 from telegrad.worker.serving.handlers import Handlers
+from telegrad.worker.serving.once import RememberedRuns
 from telegrad.worker.serving.thread_pool import CANCEL, COMPLETION, EVENT, ONEWAY, ThreadPool
 from telegrad.worker.shutdown_barrier import GracefulShutdown
 from telegrad.worker.timers import Timers
@@ -167,7 +169,8 @@ class Worker:
             },
         )
         self.running: RunningHandlers = RunningHandlers(self.pool)
-        self.retries: dict[int, Callable[[], str]] = {}  # calls that are repeated after a loss: their texts by number
+        self.retries: Retries = Retries()
+        self.remembered_runs: RememberedRuns = RememberedRuns(self.timers.call_later)
         self.watchdog: Watchdog = Watchdog(
             info.name, options.stuck_handler_timeout, self.running, self.handlers.callers, self.timers.call_later
         )
@@ -366,6 +369,7 @@ class Worker:
         self.references.closed = True
         self.engine.stop(int(_STOP_LINGER * _SECOND))
         try:
+            self.retries.close()
             for close in self.on_close:
                 close()
             until = time.monotonic() + _JOIN_TIMEOUT

@@ -7,7 +7,7 @@ code runs.
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 from telegrad.worker import lifecycle_log
 from telegrad.worker.diagnostics.debug_info import (
@@ -19,15 +19,12 @@ from telegrad.worker.diagnostics.debug_info import (
     RequestInfo,
 )
 
-if TYPE_CHECKING:
-    from telegrad.worker.worker import Worker
-
 __all__ = ["snapshot"]
 
 _LOCK_TIMEOUT = 0.2  # s; a thread that was suspended with the lock needs no longer to continue
 
 
-def snapshot(worker: "Worker") -> DebugInfo:
+def snapshot(worker: Any) -> DebugInfo:
     """Return a snapshot of a worker.
 
     Any thread may call this, also if the worker hangs.
@@ -53,7 +50,7 @@ def snapshot(worker: "Worker") -> DebugInfo:
             received_messages=stats["received_messages"],
         ),
         requests=tuple(requests),
-        retries=tuple(text() for text in list(worker.retries.values())),
+        retries=worker.retries.describe(),
         peers=tuple(_peers(worker)),
         references=_references(worker),
         contexts=autograd["num_autograd_contexts"],
@@ -73,7 +70,7 @@ def snapshot(worker: "Worker") -> DebugInfo:
     )
 
 
-def _requests(worker: "Worker") -> list[RequestInfo]:
+def _requests(worker: Any) -> list[RequestInfo]:
     callers, deferring = worker.handlers.callers, worker.handlers.deferred_requests()
     running = [
         RequestInfo(each.function, callers.name_of(each.key[0]), "running", each.seen_for, each.time_left, each.thread)
@@ -94,7 +91,7 @@ def _requests(worker: "Worker") -> list[RequestInfo]:
     return sorted(running + deferred, key=lambda request: -request.age)
 
 
-def _peers(worker: "Worker") -> list[PeerInfo]:
+def _peers(worker: Any) -> list[PeerInfo]:
     members, peers = worker.members, []
     lost, departed, connected = members.lost.copy(), members.departed.copy(), members.connected.copy()
     for peer in sorted(members._members.copy() | lost):
@@ -111,7 +108,7 @@ def _peers(worker: "Worker") -> list[PeerInfo]:
     return peers
 
 
-def _references(worker: "Worker") -> ReferencesInfo | None:
+def _references(worker: Any) -> ReferencesInfo | None:
     references = worker.references
     lock = references.lock
     if not lock.acquire(timeout=_LOCK_TIMEOUT):
