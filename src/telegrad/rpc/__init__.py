@@ -23,8 +23,9 @@ from telegrad.rpc.map import map as map  # public, but `import *` must not hide 
 from telegrad.rpc.memory import empty
 from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import Options, RpcBackendOptions, TensorPipeRpcBackendOptions
-from telegrad.rpc.start import Worker, init_rpc, is_available
+from telegrad.rpc.start import init_rpc, is_available
 from telegrad.rpc.streams import stream
+from telegrad.rpc.worker_object import Worker
 from telegrad.serialize.program_pickler import Pickler
 from telegrad.streams.stream import Stream
 from telegrad.types import WorkerInfo

@@ -197,10 +197,7 @@ class Handlers:
         return len(self._deferred)
 
     def deferred_requests(self) -> dict[tuple[int, int], Deferred]:
-        """Return the requests with a deferred result by connection and call.
-
-        Takes no lock.
-        """
+        """Return the requests with a deferred result by connection and call."""
         return self._deferred.copy()
 
     def update_recording(self) -> None:
