@@ -12,7 +12,7 @@ from telegrad.options import Options
 from telegrad.types import WorkerInfo
 from telegrad.worker.members import Members
 
-__all__ = ["connected", "joined", "left", "lost", "peer_left"]
+__all__ = ["connected", "joined", "left", "lost", "peer_left", "why_not_faster"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -58,11 +58,11 @@ def connected(worker: Joined, peer: int, text: str) -> None:
     name, direction, address = text.split(" ", 2)
     transport, _, place = address.partition(":")
     where = f", {direction} {place}" if transport == "tcp" and place else ""
-    why = _why_not_faster(worker, peer, name, transport)
+    why = why_not_faster(worker, peer, name, transport)
     logger.info("worker %s is connected to %s over %s%s%s", worker.info.name, name, transport, where, why)
 
 
-def _why_not_faster(worker: Joined, peer: int, name: str, transport: str) -> str:
+def why_not_faster(worker: Joined, peer: int, name: str, transport: str) -> str:
     """Return why no transport is used that the worker's options prefer to this one."""
     mine = worker.options.transports
     better = mine[: mine.index(transport)] if transport in mine else ()

@@ -77,6 +77,7 @@ class MemberChanges:
 
     def on_connected(self, peer: int, incarnation: int, text: str) -> None:
         """Handle the first connection to a peer, or to its new process."""
+        self.members.links[peer] = text
         lifecycle_log.connected(self, peer, text)
         self.members.mark_connected(peer, incarnation)
         member = self.members.get(peer)

@@ -22,6 +22,7 @@ class Members:
     def __init__(self, info: WorkerInfo, refresh: Callable[[], None]) -> None:
         self.by_key: dict[str | int, WorkerInfo] = {info.name: info, info.id: info}  # never replaced: the core holds it
         self.lost: dict[int, str] = {}  # workers that are gone, and the reason
+        self.links: dict[int, str] = {}  # connection: name, "to" or "from", and the address
         self.departed: set[int] = set()  # lost workers that sent a goodbye
         self.gone_at_shutdown: set[int] = set()  # lost workers by agreement of the group when its shutdown began
         self.listeners: list[Callable[[], object]] = []  # called when a worker joins, connects, leaves or is lost
@@ -132,6 +133,7 @@ class Members:
         if self.connected.get(worker_id, 0) <= incarnation:
             self.connected.pop(worker_id, None)
         self.lost[worker_id] = reason
+        self.links.pop(worker_id, None)
 
     def mark_present(self, worker_id: int) -> None:
         """Record that a worker has reconnected, or that a new one has its id."""

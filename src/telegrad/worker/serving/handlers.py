@@ -32,6 +32,7 @@ from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import Interceptors, is_internal
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.closed import AnyEngine
+from telegrad.worker.diagnostics.callers import Callers
 from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import clean_state, current, enter_chain, handler_state
@@ -188,12 +189,17 @@ class Handlers:
         self._submit = submit
         self._error_level = error_level
         self.interceptors: Interceptors = Interceptors(self.update_recording)
+        self.callers: Callers = Callers(worker.members.name_of)
         self._deferred: dict[tuple[int, int], Deferred] = {}  # requests with a deferred result
 
     @property
     def async_calls(self) -> int:
         """Return the number of requests with a deferred result."""
         return len(self._deferred)
+
+    def deferred_requests(self) -> dict[tuple[int, int], Deferred]:
+        """Return the requests with a deferred result by connection and call."""
+        return self._deferred.copy()
 
     def update_recording(self) -> None:
         """Have Python prepare all requests if a profile or interceptor needs them."""
@@ -205,6 +211,7 @@ class Handlers:
         self, info: RequestInfo, tag: int, flags: int, body: Body, segments: list[Buffer]
     ) -> SlowRequest | None:
         """Read the metadata of a request; None if another part replies."""
+        self.callers.add(info.connection, info.peer)
         if flags & _LEFT_OUT:
             self._reply_left_out(info, tag, flags, body, segments)
             return None
@@ -297,7 +304,7 @@ class Handlers:
         if process_hooks.forked:
             process_hooks.leave_child(None)
         if type(result) is CoroutineType:
-            deferred = self._defer(info)
+            deferred = self._defer(info, function)
             flags, autocast = (0, None) if slow is None else (slow.flags, slow.metadata.autocast)
             deferred.begin(
                 self.loop.run(
@@ -308,16 +315,18 @@ class Handlers:
             return
         if not isinstance(result, torch._C.Future):
             raise not_a_future(result, function)
-        deferred = self._defer(info)
+        deferred = self._defer(info, function)
         result.add_done_callback(lambda done: self._complete(info, done))
         if isinstance(function, InterceptedHandler):
             deferred.begin(function.cancel)
         elif isinstance(result, CallFuture):
             deferred.begin(result.cancel)
 
-    def _defer(self, info: RequestInfo) -> Deferred:
+    def _defer(self, info: RequestInfo, function: object) -> Deferred:
         """Register a request with a deferred result, before the result can arrive."""
-        deferred = self._deferred[info.connection, info.call] = Deferred()
+        if isinstance(function, InterceptedHandler):
+            function = function.function
+        deferred = self._deferred[info.connection, info.call] = Deferred(info.peer, function, info.deadline)
         if info.target is None and self.engine.detach(info.connection, info.call, True):
             deferred.cancel()
         return deferred
