@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from telegrad.errors import UnknownWorker, WorkerLost
 from telegrad.group.rendezvous import Member
@@ -22,14 +23,13 @@ class Members:
     def __init__(self, info: WorkerInfo, refresh: Callable[[], None]) -> None:
         self.by_key: dict[str | int, WorkerInfo] = {info.name: info, info.id: info}  # never replaced: the core holds it
         self.lost: dict[int, str] = {}  # workers that are gone, and the reason
-        self.links: dict[int, str] = {}  # connection: name, "to" or "from", and the address
         self.departed: set[int] = set()  # lost workers that sent a goodbye
         self.gone_at_shutdown: set[int] = set()  # lost workers by agreement of the group when its shutdown began
         self.listeners: list[Callable[[], object]] = []  # called when a worker joins, connects, leaves or is lost
         self.connected: dict[int, int] = {}  # incarnations of the workers with an open connection
         self._info = info
         self._refresh = refresh
-        self._ends: dict[str | int, str] = {}  # names and ids of workers that died in a dynamic group, and the reason
+        self._ends: dict[str | int, tuple[WorkerInfo, str]] = {}  # workers that died in a dynamic group, and the reason
         self._members: dict[int, Member] = {}
         self._retired: set[int] = set()  # ids of workers that have left the group
         self._names: dict[int, str] = {info.id: info.name}  # also of retired ids, for messages
@@ -70,7 +70,8 @@ class Members:
                 self.by_key.pop(worker_id, None)
                 self._retired.add(worker_id)
                 if death:
-                    self._ends[member.name] = self._ends[worker_id] = death
+                    end = WorkerInfo(member.name, worker_id), death
+                    self._ends[member.name] = self._ends[worker_id] = end
 
     def get(self, worker_id: int) -> Member | None:
         """Return the record of another worker; None if it is not in the group."""
@@ -107,10 +108,22 @@ class Members:
             self._refresh()
             info = self.by_key.get(to)
         if info is None and to in self._ends:
-            raise WorkerLost(self.name_of(to) if isinstance(to, int) else to, self._ends[to])
+            dead, reason = self._ends[to]
+            raise WorkerLost(dead.name, reason)
         if info is None:
             raise UnknownWorker((self._info.name, self._info.id), to, tuple(i.name for i in self.infos()))
         return info
+
+    def resolve_any(self, to: object) -> WorkerInfo:
+        """Return a worker as `resolve` does, also one that died."""
+        try:
+            return self.resolve(to)
+        except WorkerLost:
+            key: Any = to.id if isinstance(to, WorkerInfo) else to
+            end = self._ends.get(key)
+            if end is None:  # it has just come back
+                return self.resolve(to)
+            return end[0]
 
     # ---- connections and losses
 
@@ -133,7 +146,6 @@ class Members:
         if self.connected.get(worker_id, 0) <= incarnation:
             self.connected.pop(worker_id, None)
         self.lost[worker_id] = reason
-        self.links.pop(worker_id, None)
 
     def mark_present(self, worker_id: int) -> None:
         """Record that a worker has reconnected, or that a new one has its id."""

@@ -183,11 +183,11 @@ class Worker(MemberChanges):
                 CANCEL: self.handlers.cancel,
             },
         )
-        self.running: RunningHandlers = RunningHandlers(self.pool)
+        self.running: RunningHandlers = RunningHandlers(self.pool, self.find_request, self.members.name_of)
         self.retries: Retries = Retries()
         self.remembered_runs: RememberedRuns = RememberedRuns(self.timers.call_later)
         self.watchdog: Watchdog = Watchdog(
-            info.name, options.stuck_handler_timeout, self.running, self.handlers.callers, self.timers.call_later
+            info.name, options.stuck_handler_timeout, self.running, self.timers.call_later
         )
         self.pool.on_growth = self.watchdog.start  # the first thread of the pool alone runs no handler for long
         self.pool.start()
@@ -248,6 +248,10 @@ class Worker(MemberChanges):
     def is_open(self, connection: int) -> bool:
         """Return whether the session of a connection has not ended."""
         return self.engine.is_open(connection)
+
+    def find_request(self, connection: int, call: int) -> _core.RequestSnapshot | None:
+        """Return a request of a peer that a thread runs, or whose result is deferred; None if there is none."""
+        return self.engine.find_request(connection, call)
 
     def _set_epoch(self, peer: int, epoch: int) -> None:
         self.engine.set_epoch(peer, epoch)
@@ -330,6 +334,7 @@ class Worker(MemberChanges):
         self.engine.stop(int(_STOP_LINGER * _SECOND))
         try:
             self.retries.close()
+            self.remembered_runs.close()
             for close in self.on_close:
                 close()
             until = time.monotonic() + _JOIN_TIMEOUT

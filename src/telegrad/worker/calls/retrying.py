@@ -7,7 +7,7 @@ from contextvars import copy_context
 from typing import Any
 
 from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, UnknownWorker, WorkerLost
-from telegrad.worker.calls.callables import name_of
+from telegrad.worker.calls.callables import full_name_of, name_of
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.pending_work import PendingWork
 from telegrad.worker.calls.retry_policy import Retry, require_retry
@@ -16,7 +16,7 @@ from telegrad.worker.serving.once import run_once
 
 __all__ = ["Retries", "start_retrying", "wait_or_cancel"]
 
-_LONGEST_WINDOW = 300.0  # s that the callee remembers a result, if the call has no deadline before
+_WINDOW = 300.0  # s after its end, and before the next attempt, for which the callee keeps a result
 
 _numbers = itertools.count(1)
 
@@ -38,6 +38,10 @@ class Retries:
     def describe(self) -> tuple[str, ...]:
         """Return a text for each call. Takes no lock."""
         return tuple(call.describe() for call in self._calls.copy().values())
+
+    def functions(self) -> dict[int, str]:
+        """Return the names of the functions by the call of their latest attempt. Takes no lock."""
+        return {call.attempt: call.function for call in self._calls.copy().values()}
 
     def close(self) -> None:
         """End all calls: the worker has closed, and its timers end."""
@@ -74,7 +78,7 @@ class RetryingCall:
         retry: Retry,
         once: bool,
     ) -> None:
-        info = worker.members.resolve(to)
+        info = worker.members.resolve_any(to)
         timeout = remaining(timeout, current.get())
         self.text: str = f"{name_of(function)} on {info.name}"
         self._worker = worker
@@ -110,11 +114,23 @@ class RetryingCall:
                 self._send_later(pause)
             else:
                 self._send()
+        except WorkerLost as error:  # it is known to be lost, and may come back under its name
+            self._on_error(error)
         except BaseException:
             retries.remove(self._number)
             raise
         self.future._on_done(lambda _: retries.remove(self._number))
         return self.future
+
+    @property
+    def function(self) -> str:
+        """Name of the function."""
+        return full_name_of(self._function)
+
+    @property
+    def attempt(self) -> int:
+        """Id of the call that is the latest attempt; 0 for none."""
+        return getattr(self.future._source, "_call", 0)
 
     def describe(self) -> str:
         """Return a text for people."""
@@ -128,21 +144,20 @@ class RetryingCall:
         timeout = max(self._deadline - time.monotonic_ns(), 1) if self._deadline else 0
         function, args, kwargs = self._function, self._args, self._kwargs
         if self._once:
-            function, args, kwargs = run_once, self._remembered(timeout), None
+            function, args, kwargs = run_once, self._remembered(), None
         attempt: CallFuture[Any] = self._worker.calls.client.start(self._name, function, args, kwargs, timeout)
         attempt._read = True  # the program's future logs a failure
         self.future._source = attempt
         self.work.add(attempt.cancel)
         attempt._on_done(self._on_end)
 
-    def _remembered(self, timeout: int) -> tuple[object, ...]:
+    def _remembered(self) -> tuple[object, ...]:
         """Return the arguments of `run_once`."""
-        window = min(timeout / 1e9, _LONGEST_WINDOW) if timeout else _LONGEST_WINDOW
         name = self._worker.calls.find_name(self._function)
         function: object = self._function if name is None else name[1]
         return (
             (self._worker.incarnation, self._key),
-            window,
+            _WINDOW + self._retry.max_backoff,
             function,
             tuple(self._args or ()),
             dict(self._kwargs or {}),
@@ -181,6 +196,8 @@ class RetryingCall:
         try:
             with handler_state(self._flags, self._autocast):
                 self._send()
+        except WorkerLost as error:
+            self._on_error(error)
         except UnknownWorker as error:  # it has left, and may come back under its name
             lost = WorkerLost(self._name, "it has left the group")
             lost.__cause__ = error

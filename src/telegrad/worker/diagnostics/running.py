@@ -1,7 +1,8 @@
 """Requests that the threads of a pool run, as other threads see them.
 
 A pool thread runs in a context of its own (`ThreadPool.contexts`). Its scope, which the native server sets, names the
-request. So the path of a call keeps no records for these snapshots.
+request; the engine has the caller, and the time at which the thread took it. So the path of a call keeps no records for
+these snapshots.
 """
 
 import sys
@@ -11,9 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
+from telegrad import _core
 from telegrad.worker.calls import callables, interceptors
 from telegrad.worker.scope import current
-from telegrad.worker.serving import intercepted
+from telegrad.worker.serving import intercepted, once
 from telegrad.worker.serving.thread_pool import ThreadPool
 
 __all__ = ["NATIVE_FUNCTION", "RunningHandlers", "RunningRequest"]
@@ -23,7 +25,7 @@ NATIVE_FUNCTION = "a native function"
 
 _BASE: CodeType = ThreadPool._serve.__code__  # its frame called the native server, which called the handler
 _WITHIN_INTERCEPTORS: CodeType = intercepted.InterceptedHandler._run.__code__
-_AROUND_HANDLERS = {callables.__file__, interceptors.__file__, intercepted.__file__}
+_AROUND_HANDLERS = {callables.__file__, interceptors.__file__, intercepted.__file__, once.__file__}
 
 _Line = tuple[str, int, str]  # file, line number, function
 
@@ -35,16 +37,18 @@ class RunningRequest:
     Attributes:
         key: its connection and its call.
         function: name of the handler, `NATIVE_FUNCTION` if it has no Python code.
+        caller: name of the calling worker.
         thread: name of the thread.
-        seen_for: seconds since this worker first saw it running; it has run for at least as long.
+        age: seconds since a thread took it.
         time_left: seconds until its deadline; None without one.
         stack: file, line and function of its frames, outermost first.
     """
 
     key: tuple[int, int]
     function: str
+    caller: str
     thread: str
-    seen_for: float
+    age: float
     time_left: float | None
     stack: tuple[_Line, ...]
 
@@ -59,31 +63,49 @@ class RunningHandlers:
 
     Args:
         pool: The threads of the worker.
-        clock: Monotonic clock in seconds.
+        find_request: Returns what the engine knows of a request, by connection and call.
+        name_of: Returns a worker's name by its id.
+        clock: Monotonic clock in ns.
     """
 
-    def __init__(self, pool: ThreadPool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        pool: ThreadPool,
+        find_request: Callable[[int, int], _core.RequestSnapshot | None],
+        name_of: Callable[[int], str],
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self._pool = pool
+        self._find_request = find_request
+        self._name_of = name_of
         self._clock = clock
-        self._first_seen: dict[tuple[int, int], float] = {}  # replaced as a whole: snapshots may be concurrent
 
     def snapshot(self) -> list[RunningRequest]:
-        """Return the running requests, those first that were seen first."""
-        now, monotonic_ns = self._clock(), time.monotonic_ns()
+        """Return the running requests, oldest first."""
         frames = sys._current_frames()
-        seen, requests = self._first_seen, []
+        requests = []
         for thread, context in self._pool.contexts.copy().items():
             scope = context.get(current)
             if scope is None or not scope.request or thread.ident is None:
                 continue
-            key = (scope.connection, scope.call)
+            found = self._find_request(scope.connection, scope.call)
+            if found is None:  # it has just been answered
+                continue
+            now = self._clock()
             function, stack = _handler_of(frames.get(thread.ident))
-            left = (scope.deadline - monotonic_ns) / 1e9 if scope.deadline else None
-            since = now - seen.get(key, now)
-            requests.append(RunningRequest(key, function, thread.name, since, left, stack))
+            requests.append(
+                RunningRequest(
+                    key=(scope.connection, scope.call),
+                    function=function,
+                    caller=self._name_of(found.peer),
+                    thread=thread.name,
+                    age=(now - found.since) / 1e9,
+                    time_left=(scope.deadline - now) / 1e9 if scope.deadline else None,
+                    stack=stack,
+                )
+            )
         del frames  # a frame keeps the arguments of its function
-        self._first_seen = {request.key: now - request.seen_for for request in requests}
-        return sorted(requests, key=lambda request: -request.seen_for)
+        return sorted(requests, key=lambda request: -request.age)
 
 
 def _handler_of(frame: FrameType | None) -> tuple[str, tuple[_Line, ...]]:

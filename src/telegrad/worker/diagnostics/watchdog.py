@@ -3,7 +3,6 @@
 import logging
 
 from telegrad.worker.calls.delayed import Delay
-from telegrad.worker.diagnostics.callers import Callers
 from telegrad.worker.diagnostics.running import RunningHandlers, RunningRequest
 
 __all__ = ["Watchdog"]
@@ -11,28 +10,26 @@ __all__ = ["Watchdog"]
 logger: logging.Logger = logging.getLogger("telegrad")
 
 _CHECKS_PER_TIMEOUT = 4  # a handler is reported after at most 1.25 times the timeout
-_LONGEST_INTERVAL = 5.0  # s; the ages in snapshots of the worker are as exact as this
+_LONGEST_INTERVAL = 5.0  # s
 
 
 class Watchdog:
     """Watchdog of the handlers of one worker.
 
-    It compares the requests that run at two times, so a request leaves no record for it.
+    It reads the requests that run from time to time, so a request leaves no record for it.
 
     Args:
         name: Name of the worker.
         timeout: Seconds after which a handler is reported, once; 0 for never.
         running: The running requests.
-        callers: Callers of the requests.
         later: Runs a function after some seconds, on a thread that handlers cannot block.
     """
 
-    def __init__(self, name: str, timeout: float, running: RunningHandlers, callers: Callers, later: Delay) -> None:
+    def __init__(self, name: str, timeout: float, running: RunningHandlers, later: Delay) -> None:
         self._name = name
         self._timeout = timeout
         self._interval = min(timeout / _CHECKS_PER_TIMEOUT, _LONGEST_INTERVAL)
         self._running = running
-        self._callers = callers
         self._later = later
         self._has_started = False
         self._reported: set[tuple[int, int]] = set()
@@ -56,22 +53,21 @@ class Watchdog:
     def check(self) -> None:
         """Report the handlers that have exceeded the timeout since the last check."""
         requests = self._running.snapshot()
-        late = {request.key: request for request in requests if request.seen_for >= self._timeout}
+        late = {request.key: request for request in requests if request.age >= self._timeout}
         new = [request for key, request in late.items() if key not in self._reported]
         self._reported = set(late)
         for request in new:
             self._report(request)
 
     def _report(self, request: RunningRequest) -> None:
-        caller = self._callers.name_of(request.key[0]) or "an unknown caller"
         stack = request.format_stack()
         logger.warning(
             "worker %s: %s, called by %s, has run for %.0f s on thread %s, longer than stuck_handler_timeout."
             " Raise that option if the function may take this long.%s",
             self._name,
             request.function,
-            caller,
-            request.seen_for,
+            request.caller,
+            request.age,
             request.thread,
             f" It is at:\n{stack}" if stack else "",
         )

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from telegrad.errors import Cancelled, NotInitialized, TelegradError
 from telegrad.worker import process_hooks
-from telegrad.worker.calls.callables import name_of
+from telegrad.worker.calls.callables import full_name_of
 from telegrad.worker.calls.tracing import Recording, recording
 from telegrad.worker.scope import Autocast, Scope, caller_flags, caller_state, current
 from telegrad.worker.serving.torch_state import CoroutineTorchState
@@ -167,7 +167,7 @@ class Deferred:
     @property
     def function(self) -> str:
         """Return the name of the function."""
-        return f"{getattr(self.handler, '__module__', '?')}.{name_of(self.handler)}"
+        return full_name_of(self.handler)
 
     def begin(self, cancel: Callable[[], object]) -> None:
         """Set the function that cancels the work; call it if it was canceled meanwhile.

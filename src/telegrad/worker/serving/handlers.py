@@ -32,7 +32,6 @@ from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import Interceptors, is_internal
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.closed import AnyEngine
-from telegrad.worker.diagnostics.callers import Callers
 from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import clean_state, current, enter_chain, handler_state
@@ -189,7 +188,6 @@ class Handlers:
         self._submit = submit
         self._error_level = error_level
         self.interceptors: Interceptors = Interceptors(self.update_recording)
-        self.callers: Callers = Callers(worker.members.name_of)
         self._deferred: dict[tuple[int, int], Deferred] = {}  # requests with a deferred result
 
     @property
@@ -211,7 +209,6 @@ class Handlers:
         self, info: RequestInfo, tag: int, flags: int, body: Body, segments: list[Buffer]
     ) -> SlowRequest | None:
         """Read the metadata of a request; None if another part replies."""
-        self.callers.add(info.connection, info.peer)
         if flags & _LEFT_OUT:
             self._reply_left_out(info, tag, flags, body, segments)
             return None

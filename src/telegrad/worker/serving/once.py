@@ -1,11 +1,18 @@
-"""Runs of functions for calls with a `Retry`: each runs once.
+"""Runs of functions for calls with a `Retry`: each runs at most once while this worker lives.
 
-A request names the run by a key. The first request with it runs the function; later ones get its result, for as long as
-the caller may ask (the window). The memory is bounded, so a result may be forgotten earlier; then the function runs
-again, as it may for any call with a `Retry`.
+A request names its run by the caller's incarnation and a number of the caller. The first request with it runs the
+function; later ones, of later sessions with the same incarnation, get its result.
+
+The end of a session does not cancel a run: its caller may ask again in the next one. A run is canceled by the latest
+request for it, in a session that is open, or when the caller's incarnation is gone: it has left, the group has lost it,
+or a newer process has its name. Then its results are dropped as well.
+
+A result is kept until its caller asks no more: until the caller's deadline, or for a while after the end (the window).
+If many are kept, the oldest are dropped earlier. A request for a dropped result fails: the function does not run again.
 """
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -14,11 +21,13 @@ from typing import Any, TypeAlias
 
 from torch.futures import Future
 
+from telegrad.errors import TelegradError
 from telegrad.worker import process_hooks
-from telegrad.worker.calls.callables import find_function
+from telegrad.worker.calls.callables import find_function, full_name_of
 from telegrad.worker.calls.callables import run as run_function
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture, awaitable_of
 from telegrad.worker.calls.interceptors import carriers
+from telegrad.worker.closed import AnyEngine
 from telegrad.worker.scope import current, not_needed
 from telegrad.worker.serving.event_loop import bind_torch_state
 from telegrad.worker.serving.intercepted import has_async_mark, not_a_future
@@ -28,26 +37,58 @@ __all__ = ["RememberedRuns", "run_once"]
 Key: TypeAlias = tuple[int, int]
 """Incarnation of the caller, and its number of the run."""
 
-_MOST_RUNS = 4096
-_MOST_BYTES = 64 << 20  # of results that are done; one larger result alone is remembered
-_FIXED_BYTES = 256  # of a run without tensors
-_CLOSED = (1 << 64) - 1  # `Engine.largest_body` of a connection that has closed
+RequestKey: TypeAlias = tuple[int, int]
+"""Connection and call of a request."""
+
+_MOST_RESULTS = 4096
+_MOST_BYTES = 64 << 20  # of results; one larger result alone is kept
+_MOST_DROPPED = 65536  # runs without their result
+_FIXED_BYTES = 256  # of a result without tensors
 
 
 class _Run:
-    """Run of a function."""
+    """Run of a function.
 
-    __slots__ = ("expires", "future", "nbytes")
+    Args:
+        function: Name of the function.
+        request: The latest request for it.
+        window: Seconds for which the result is kept.
+        deadline: Deadline of the caller.
+    """
 
-    def __init__(self, expires: float) -> None:
-        self.expires = expires
-        self.nbytes = 0
-        self.future: CallFuture[Any] = CallFuture(NO_DEVICES)
-        self.future._read = True  # the first caller gets a failure
+    __slots__ = ("cancel", "canceled", "deadline", "expires", "function", "future", "nbytes", "request", "window")
+
+    def __init__(self, function: str, request: RequestKey, window: float, deadline: float) -> None:
+        self.function = function
+        self.request = request
+        self.window = window
+        self.deadline = deadline
+        self.expires = math.inf  # until the function has ended
+        self.nbytes = 0  # of its result; 0: it runs, or its result was dropped
+        self.canceled = False
+        self.cancel: Callable[[], object] | None = None  # cancels its coroutine; any thread may call it
+        self.future: CallFuture[Any] | None = _new_future()  # None: its result was dropped
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the function has ended."""
+        return self.expires != math.inf
+
+    def end(self) -> None:
+        """Cancel the run: no caller needs its result. Any thread may call this."""
+        self.canceled = True
+        if self.cancel is not None:
+            self.cancel()
+
+
+def _new_future() -> CallFuture[Any]:
+    future: CallFuture[Any] = CallFuture(NO_DEVICES)
+    future._read = True  # the first caller gets a failure
+    return future
 
 
 class RememberedRuns:
-    """Runs of one worker, and their results.
+    """Runs of one worker, and their results. Any thread may use it.
 
     Args:
         later: Runs a function after some seconds.
@@ -61,75 +102,128 @@ class RememberedRuns:
         self._clock = clock
         self._lock = threading.Lock()
         self._runs: dict[Key, _Run] = {}  # in the order of their beginning
+        self._results: dict[Key, _Run] = {}  # of these, the ones with a result, in the order of their end
+        self._dropped: dict[Key, None] = {}  # of these, the ones with a dropped result, in the order of dropping
         self._nbytes = 0
         self._is_timer_set = False
 
     def __len__(self) -> int:
         return len(self._runs)
 
-    def enter(self, key: Key, window: float) -> tuple[_Run, bool]:
+    def functions(self) -> dict[RequestKey, str]:
+        """Return the names of the functions by their latest request. Takes no lock."""
+        return {run.request: run.function for run in self._runs.copy().values()}
+
+    def enter(
+        self, key: Key, function: str, request: RequestKey, window: float, deadline: float = math.inf
+    ) -> tuple[_Run, bool]:
         """Return the run of a key, and whether it begins now.
 
         Args:
             key: The key.
-            window: Seconds for which the caller may ask again.
+            function: Name of the function.
+            request: The request.
+            window: Seconds for which the result is kept.
+            deadline: Deadline of the request, at which the result is forgotten.
+
+        Raises:
+            TelegradError: The run has ended, and its result was dropped.
         """
         with self._lock:
             run = self._runs.get(key)
-            if run is not None:
-                return run, False
-            run = self._runs[key] = _Run(self._clock() + window)
-            dropped = self._evict()
-            sets_timer, self._is_timer_set = not self._is_timer_set, True
-        del dropped  # without the lock: finalizers of the program may run
-        if sets_timer:
-            self._later(window, self.forget_expired)
-        return run, True
+            if run is None:
+                run = self._runs[key] = _Run(function, request, window, deadline)
+                return run, True
+            if run.future is None:
+                raise TelegradError(
+                    f"the result of {run.function} was dropped, because this worker remembers at most {_MOST_RESULTS}"
+                    f" results and {_MOST_BYTES >> 20} MiB of them for calls with a Retry. The function has run, and"
+                    " does not run again. Make fewer such calls at a time, or return less."
+                )
+            run.request = request
+            return run, False
 
     def complete(self, key: Key, run: _Run, value: object, error: BaseException | None) -> None:
         """Remember how a run has ended."""
+        future = run.future
+        assert future is not None
         with self._lock:
-            if self._runs.get(key) is run:
+            sets_timer, after, dropped = False, 0.0, []
+            if run.canceled:
+                self._runs.pop(key, None)
+            elif self._runs.get(key) is run:
+                now = self._clock()
+                run.expires = min(run.deadline, now + run.window)
                 run.nbytes = _FIXED_BYTES + _nbytes(value)
                 self._nbytes += run.nbytes
-            dropped = self._evict(kept=run)
-        del dropped
+                self._results[key] = run
+                dropped = self._drop_oldest()
+                sets_timer, self._is_timer_set = not self._is_timer_set, True
+                after = run.expires - now
+        del dropped  # without the lock: finalizers of the program may run
         if error is None:
-            run.future.set_result(value)
+            future.set_result(value)
         else:
-            run.future.set_exception(error)
+            future.set_exception(error)
+        if sets_timer:
+            self._later(max(after, 0.0), self.forget_expired)
 
     def forget(self, key: Key, run: _Run, error: BaseException) -> None:
         """Forget a run that has been canceled; requests that wait for it fail."""
         with self._lock:
             self._runs.pop(key, None)
-        run.future.set_exception(error)
+        if run.future is not None:
+            run.future.set_exception(error)
+
+    def forget_caller(self, incarnation: int) -> None:
+        """Forget the results of a caller that is gone, and cancel its functions that run."""
+        with self._lock:
+            found = {key: run for key, run in self._runs.items() if key[0] == incarnation}
+            running = [run for run in found.values() if not run.has_ended]
+            dropped = [self._pop(key) for key, run in found.items() if run.has_ended]
+        del dropped
+        for run in running:
+            run.end()
+
+    def close(self) -> None:
+        """Forget all runs: the worker has closed."""
+        with self._lock:
+            dropped = self._runs, self._results
+            self._runs, self._results = {}, {}
+            self._dropped.clear()
+            self._nbytes = 0
+        del dropped
 
     def forget_expired(self) -> None:
         """Forget the runs whose caller asks no more, and set the next timer."""
         with self._lock:
             now = self._clock()
             expired = [self._pop(key) for key, run in list(self._runs.items()) if run.expires <= now]
-            left = min((run.expires for run in self._runs.values()), default=None)
-            self._is_timer_set = left is not None
+            left = min((run.expires for run in self._runs.values()), default=math.inf)
+            self._is_timer_set = left != math.inf
         del expired
-        if left is not None:
+        if left != math.inf:
             self._later(left - now, self.forget_expired)
 
-    def _evict(self, kept: _Run | None = None) -> list[_Run]:
-        """Remove the oldest runs that are done, while there are too many."""
-        dropped: list[_Run] = []
-        if len(self._runs) <= _MOST_RUNS and self._nbytes <= _MOST_BYTES:
-            return dropped
-        for key, run in list(self._runs.items()):
-            if len(self._runs) <= _MOST_RUNS and self._nbytes <= _MOST_BYTES:
-                break
-            if run.nbytes and run is not kept:
-                dropped.append(self._pop(key))
+    def _drop_oldest(self) -> list[object]:
+        """Drop the oldest results while there are too many, except the last one."""
+        dropped: list[object] = []
+        while len(self._results) > 1 and (len(self._results) > _MOST_RESULTS or self._nbytes > _MOST_BYTES):
+            key = next(iter(self._results))
+            run = self._results.pop(key)
+            self._nbytes -= run.nbytes
+            run.nbytes = 0
+            dropped.append(run.future)
+            run.future = None
+            self._dropped[key] = None
+            if len(self._dropped) > _MOST_DROPPED:
+                self._pop(next(iter(self._dropped)))
         return dropped
 
     def _pop(self, key: Key) -> _Run:
         run = self._runs.pop(key)
+        self._results.pop(key, None)
+        self._dropped.pop(key, None)
         self._nbytes -= run.nbytes
         return run
 
@@ -141,7 +235,7 @@ def run_once(
 
     Args:
         key: The run.
-        window: Seconds for which the caller may ask again.
+        window: Seconds for which the result is kept.
         function: The function's name in messages, or the function.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
@@ -151,33 +245,31 @@ def run_once(
     """
     scope = current.get()
     assert scope is not None
-    engine, runs = scope.worker.engine, scope.worker.remembered_runs
-    run, begins = runs.enter(key, window)
+    worker, request = scope.worker, (scope.connection, scope.call)
+    runs: RememberedRuns = worker.remembered_runs
+    callee: Any = find_function(function) if isinstance(function, bytes) else function
+    deadline = scope.deadline / 1e9 if scope.deadline else math.inf
+    run, begins = runs.enter(key, full_name_of(callee), request, window, deadline)
     if not begins:
-        return _result_of(run)
+        return _result_of(worker, run, request)
     was_asked = False
 
     def is_canceled() -> bool:
-        """Return whether the caller has canceled: a lost connection alone does not count."""
         nonlocal was_asked
-        if not engine.is_canceled(scope.connection, scope.call) or is_disconnected():
+        if not run.canceled and not _is_canceled(worker, run.request):
             return False
         was_asked = True
         return True
 
-    def is_disconnected() -> bool:
-        return bool(engine.largest_body(scope.connection) == _CLOSED)
-
     token = not_needed.set(is_canceled)
     try:
-        callee: Any = find_function(function) if isinstance(function, bytes) else function
         result = run_function(callee, args, kwargs)
         if type(result) is CoroutineType:
-            return _finish(runs, key, run, bind_torch_state(result), is_disconnected)
+            return _finish(worker, key, run, request, bind_torch_state(result))
         if has_async_mark(callee):
             if not isinstance(result, Future):
                 raise not_a_future(result, callee)
-            return _finish(runs, key, run, awaitable_of(result), is_disconnected)
+            return _finish(worker, key, run, request, awaitable_of(result))
     except BaseException as error:  # SystemExit too: the caller gets a reply
         if process_hooks.forked:
             raise
@@ -186,34 +278,58 @@ def run_once(
     finally:
         not_needed.reset(token)
     if was_asked:  # the function may have returned early
-        runs.forget(key, run, RuntimeError("the call was canceled"))
+        runs.forget(key, run, _canceled())
     else:
         runs.complete(key, run, result, None)
     return result
 
 
-async def _result_of(run: _Run) -> object:
-    return await run.future
+def _is_canceled(worker: Any, request: RequestKey) -> bool:
+    """Return whether the caller has canceled a request.
+
+    The end of its session marks it as canceled too, but closes the connection first.
+    """
+    engine: AnyEngine = worker.engine
+    return engine.is_canceled(*request) and engine.is_open(request[0])
 
 
-async def _finish(
-    runs: RememberedRuns, key: Key, run: _Run, awaitable: Awaitable[object], is_disconnected: Callable[[], bool]
-) -> object:
-    """Await a deferred result, which a lost connection does not cancel."""
+def _canceled() -> RuntimeError:
+    return RuntimeError("the call was canceled")
+
+
+async def _result_of(worker: Any, run: _Run, request: RequestKey) -> object:
+    """Await the result of a run that an earlier request has begun."""
+    assert run.future is not None
+    try:
+        return await run.future
+    except asyncio.CancelledError:
+        if worker.engine.is_open(request[0]):
+            run.end()
+        raise
+
+
+async def _finish(worker: Any, key: Key, run: _Run, request: RequestKey, awaitable: Awaitable[object]) -> object:
+    """Await a deferred result, which the end of the session does not cancel."""
+    runs: RememberedRuns = worker.remembered_runs
 
     def ended(task: asyncio.Future[object]) -> None:
         if task.cancelled():
-            runs.forget(key, run, RuntimeError("the call was canceled"))
+            runs.forget(key, run, _canceled())
         else:
             error = task.exception()
             runs.complete(key, run, None if error is not None else task.result(), error)
 
+    loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(_await(awaitable))
     task.add_done_callback(ended)
+    run.cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+    if run.canceled:  # meanwhile
+        task.cancel()
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        if not is_disconnected():
+        if worker.engine.is_open(request[0]):
+            run.canceled = True
             task.cancel()
         raise
 
