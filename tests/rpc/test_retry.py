@@ -17,7 +17,7 @@ from telegrad.testing import Cluster, Gate, Local, cluster, eventually
 
 @pytest.fixture
 def tcp() -> Iterator[Cluster]:
-    with cluster(2, TCP) as group:
+    with cluster(2, TCP, graceful=False) as group:  # a test may leave no session for the messages of a shutdown
         yield group
 
 
@@ -113,6 +113,35 @@ def test_a_restarted_worker_runs_the_call() -> None:
         of.go_on.set()
         restarting.join(20)
         assert future.wait() == (3, None)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_worker_that_the_group_has_lost_may_come_back(before: bool) -> None:
+    with cluster(2, dynamic=True, check=False) as group:
+        worker, old = group[0]._worker, group[1]
+        retry = rpc.Retry(1000, 0.01, 0.05)
+        of = Counted()
+        to = old.info if before else "w1"
+        if before:  # known to be lost when the call is made
+            worker.lose_member(old.info.id, old._worker.incarnation, "it was killed")
+            with pytest.raises(WorkerLost, match="it was killed"):
+                rpc.rpc_sync(to, counted, args=(of.local,))
+        future = rpc.rpc_async(to, counted, args=(of.local,), timeout=0, retry=retry)
+        if not before:
+            of.wait_for_begin()
+            worker.lose_member(old.info.id, old._worker.incarnation, "it was killed")
+        eventually(lambda: "(attempt 1 " not in str(group[0].debug_info().retries))
+        of.go_on.set()
+        restart(group, 1)
+        assert future.wait() == (1 if before else 2, None)
+
+
+def test_attempts_to_a_lost_worker_end() -> None:
+    with cluster(2, dynamic=True, check=False) as group:
+        group[0]._worker.lose_member(group[1].info.id, group[1]._worker.incarnation, "it was killed")
+        with pytest.raises(WorkerLost, match="it was killed") as raised:
+            rpc.rpc_sync("w1", add, args=(1,), retry=dataclasses.replace(FAST, attempts=3))
+        assert raised.value.__notes__ == ["in attempt 3 of 3 of add on w1"]
 
 
 def test_attempts_end(tcp: Cluster) -> None:

@@ -32,8 +32,8 @@ print("end", flush=True)
 def program() -> Iterator[object]:
     running: list[subprocess.Popen[str]] = []
 
-    def start(body: str, before: str = "", **environment: str) -> subprocess.Popen[str]:
-        code = PROGRAM.format(body=body, before=before)
+    def start(body: str, before: str = "", code: str = PROGRAM, **environment: str) -> subprocess.Popen[str]:
+        code = code.format(body=body, before=before)
         process = subprocess.Popen(
             [sys.executable, "-c", code],
             env=os.environ | {"TELEGRAD_DUMP_ON_SIGUSR2": "1"} | environment,
@@ -108,16 +108,58 @@ def test_without_the_option_the_signal_ends_the_process(program: object) -> None
     assert process.wait(20) == -signal.SIGUSR2
 
 
-def test_outside_of_the_main_thread(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    registered: list[bool] = []
-    monkeypatch.setattr(signal_dump, "_is_installed", False)
-    monkeypatch.setattr(signal_dump.faulthandler, "register", lambda *_, chain, **__: registered.append(chain))
-    thread = threading.Thread(target=signal_dump.install)
-    thread.start()
-    thread.join()
-    signal_dump.install()  # once
-    assert registered == [False]
-    assert "SIGUSR2 writes stacks but no snapshots" in caplog.text
+OUTSIDE = """
+import signal, sys, threading
+from telegrad import rpc
+from torch.distributed import HashStore
+
+if "{before}":
+    signal.signal(signal.SIGUSR2, lambda *_: print("program's handler", flush=True))
+store, workers = HashStore(), []
+joining = threading.Thread(target=lambda: workers.append(rpc.Worker("w0", store=store)))
+joining.start()
+joining.join()
+{body}
+print("ready", flush=True)
+sys.stdin.readline()
+workers[0].shutdown(graceful=False)
+print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("before", ["", "yes"])
+def test_outside_of_the_main_thread_there_are_stacks_only(program: object, before: str) -> None:
+    process = program("", before, OUTSIDE)  # type: ignore[operator]
+    signaled(process)
+    seen = read_until(process, 'File "<string>"')
+    assert "SIGUSR2 writes stacks but no snapshots" in seen
+    if before:
+        assert process.stdout.readline() == "program's handler\n"
+    out, errors = process.communicate("on\n", timeout=20)
+    assert out.endswith("end\n")
+    assert "SIGUSR2: worker" not in seen + errors
+
+
+def test_a_later_worker_in_the_main_thread_adds_snapshots(program: object) -> None:
+    process = program('workers.append(rpc.Worker("w1", store=store))', "yes", OUTSIDE)  # type: ignore[operator]
+    signaled(process)
+    seen = read_until(process, "SIGUSR2: worker w")
+    assert "most recent call first" in seen
+    assert process.stdout.readline() == "program's handler\n"
+    process.communicate("on\n", timeout=20)
+
+
+def test_it_is_installed_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    chains: list[bool] = []
+    monkeypatch.setattr(signal_dump, "_writes_stacks", False)
+    monkeypatch.setattr(signal_dump, "_logs_snapshots", False)
+    monkeypatch.setattr(signal_dump.faulthandler, "register", lambda *_, chain, **__: chains.append(chain))
+    for _ in range(2):
+        thread = threading.Thread(target=signal_dump.install)
+        thread.start()
+        thread.join()
+    assert chains == [False]
+    assert caplog.text.count("SIGUSR2 writes stacks but no snapshots") == 1
 
 
 def test_the_snapshots_of_all_workers(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,8 @@ logger: logging.Logger = logging.getLogger("telegrad")
 _STDERR = 2  # file descriptor; `sys.stderr` may be replaced, or have none
 _SIGNAL = signal.SIGUSR2
 
-_is_installed = False
+_writes_stacks = False
+_logs_snapshots = False
 
 
 def install() -> None:
@@ -30,15 +31,14 @@ def install() -> None:
 
     Without a handler, the signal would end the process: so it also stays after the last worker has closed. A handler
     that the program has installed before is still called. Outside of the main thread, Python installs no handlers:
-    then the signal writes the stacks only.
+    then the signal writes the stacks only, until a worker is created in the main thread.
     """
-    global _is_installed
-    if _is_installed:
-        return
-    _is_installed = True
+    global _writes_stacks, _logs_snapshots
     in_main_thread = threading.current_thread() is threading.main_thread()
+    if _logs_snapshots or (_writes_stacks and not in_main_thread):
+        return
+    previous = signal.getsignal(_SIGNAL)
     if in_main_thread:
-        previous = signal.getsignal(_SIGNAL)
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             # This thread may hold the lock of `threading` or of logging, which only another thread can wait for.
@@ -46,13 +46,17 @@ def install() -> None:
             if callable(previous):
                 previous(number, frame)
 
+        faulthandler.unregister(_SIGNAL)  # if a worker has registered it before: it has to be the outer handler
         signal.signal(_SIGNAL, on_signal)
+        _logs_snapshots = True
     else:
         logger.warning(
             "option dump_on_sigusr2: the worker was created outside of the main thread, so SIGUSR2 writes stacks but"
             " no snapshots. Create a worker in the main thread for both."
         )
-    faulthandler.register(_SIGNAL, file=_STDERR, all_threads=True, chain=in_main_thread)
+    _writes_stacks = True
+    # Without a handler of Python, the next one in the chain would end the process.
+    faulthandler.register(_SIGNAL, file=_STDERR, all_threads=True, chain=in_main_thread or callable(previous))
 
 
 def log_snapshots() -> None:
