@@ -251,10 +251,10 @@ void init_engine(nb::module_& m) {
       .def("stop", &Engine::stop, "timeout"_a, nb::call_guard<GilReleased>())
       .def("stats", stats)
       .def("snapshot", snapshot, nb::sig("def snapshot(self) -> tuple[Snapshot, dict[int, object]]"),
-           "Return calls, requests, sessions and connections, and the targets of asynchronous calls.\n\n"
+           "Return what the engine is doing, and the targets of asynchronous calls.\n\n"
            "Copies under the mutex: for a worker that hangs, not for each call.")
       .def("find_request", &Engine::find_request, "connection"_a, "call"_a,
-           "Return a request that a thread runs, or whose result is deferred; None if there is none.")
+           "Return a request that has begun and has no reply; None if there is none.")
       .def_prop_ro("memory", [](const Engine& e) { return Memory{e.buffers()}; });
   init_multicast(engine);
 }

@@ -60,7 +60,7 @@ void init_snapshot(nb::module_& m) {
       .def_ro("lanes", &ConnectionSnapshot::lanes)
       .def_ro("unprocessed", &ConnectionSnapshot::unprocessed,
               "Bytes of requests that the peer has not started to process.");
-  nb::class_<Snapshot>(m, "Snapshot", "What an engine is doing at one moment.")
+  nb::class_<Snapshot>(m, "Snapshot", "Calls, requests, sessions and connections of an engine at one moment.")
       .def_ro("at", &Snapshot::at, "Monotonic time in ns.")
       .def_ro("calls", &Snapshot::calls)
       .def_ro("requests", &Snapshot::requests)

@@ -137,7 +137,7 @@ class ConnectionSnapshot:
         """Bytes of requests that the peer has not started to process."""
 
 class Snapshot:
-    """What an engine is doing at one moment."""
+    """Calls, requests, sessions and connections of an engine at one moment."""
 
     @property
     def at(self) -> int:
@@ -300,14 +300,14 @@ class Engine:
 
     def snapshot(self) -> tuple[Snapshot, dict[int, object]]:
         """
-        Return calls, requests, sessions and connections, and the targets of asynchronous calls.
+        Return what the engine is doing, and the targets of asynchronous calls.
 
         Copies under the mutex: for a worker that hangs, not for each call.
         """
 
     def find_request(self, connection: int, call: int) -> RequestSnapshot | None:
         """
-        Return a request that a thread runs, or whose result is deferred; None if there is none.
+        Return a request that has begun and has no reply; None if there is none.
         """
 
     @property

@@ -64,7 +64,7 @@ def connected(worker: Joined, peer: int, text: str) -> None:
 
 
 def why_not_faster(worker: Joined, peer: int, name: str, transport: str) -> str:
-    """Return why no transport is used that the options prefer to this one; "" if none is."""
+    """Return why no preferred transport is used; "" if the options prefer none."""
     mine = worker.options.transports
     better = mine[: mine.index(transport)] if transport in mine else ()
     member = worker.members.get(peer)

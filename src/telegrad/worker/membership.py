@@ -231,7 +231,9 @@ def create_worker(
 def _enter(
     worker: Worker, service: MembershipService, store: Store, member: Member, founders: Sequence[Member] = ()
 ) -> None:
-    """Enter the group; the live members know the worker on return. Close the worker if that fails.
+    """Enter the group; the live members know the worker on return.
+
+    If that fails, the worker is closed.
 
     Args:
         worker: The new worker.

@@ -110,7 +110,7 @@ class MembershipService:
         self._wake.set()
 
     def lease_ages(self) -> dict[int, float]:
-        """Return for how many seconds each observed lease has not changed, by id. Takes no lock."""
+        """Return the seconds since each observed lease has changed. Takes no lock."""
         now = time.monotonic()
         return {number: now - watch.changed for (number, _), watch in self._watches.copy().items()}
 

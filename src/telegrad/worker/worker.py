@@ -250,7 +250,7 @@ class Worker(MemberChanges):
         return self.engine.is_open(connection)
 
     def find_request(self, connection: int, call: int) -> _core.RequestSnapshot | None:
-        """Return a request of a peer that a thread runs, or whose result is deferred; None if there is none."""
+        """Return a request that has begun and has no reply; None if there is none."""
         return self.engine.find_request(connection, call)
 
     def _set_epoch(self, peer: int, epoch: int) -> None:

@@ -40,7 +40,7 @@ class Retries:
         return tuple(call.describe() for call in self._calls.copy().values())
 
     def functions(self) -> dict[int, str]:
-        """Return the names of the functions by the call of their latest attempt. Takes no lock."""
+        """Return the functions by the call of their latest attempt. Takes no lock."""
         return {call.attempt: call.function for call in self._calls.copy().values()}
 
     def close(self) -> None:

@@ -99,13 +99,13 @@ def _calls(worker: Any, core: _core.Snapshot, targets: dict[int, object]) -> lis
 
 
 def _label(target: object) -> str:
-    """Return the function of a call without a name in messages, from its future or reference."""
+    """Return the function of a call, from its future or reference."""
     _, function, _ = getattr(target, "_request", (-1, _UNNAMED, 0))
     return function if isinstance(function, str) else full_name_of(function)
 
 
 def _requests(worker: Any, core: _core.Snapshot) -> list[RequestInfo]:
-    """Return the requests of the core, with the functions and threads that only Python knows."""
+    """Return the requests, with functions and threads that only Python knows."""
     deferring, retried = worker.handlers.deferred_requests(), worker.remembered_runs.functions()
     running = {each.key: each for each in worker.running.snapshot()}
     since = {(each.connection, each.call): each.since for each in core.requests}

@@ -1,4 +1,4 @@
-"""Runs of functions for calls with a `Retry`: each runs at most once while this worker lives.
+"""Runs of functions for calls with a `Retry`: each at most once in a process.
 
 A request names its run by the caller's incarnation and a number of the caller. The first request with it runs the
 function; later ones, of later sessions with the same incarnation, get its result.
