@@ -325,7 +325,7 @@ class Handlers:
             function = function.function
         deferred = self._deferred[info.connection, info.call] = Deferred(info.peer, function, info.deadline)
         if info.target is None and self.engine.detach(info.connection, info.call, True):
-            deferred.cancel()
+            self._cancel(deferred, info.connection, info.call)
         return deferred
 
     def cancel(self, item: tuple[Any, ...]) -> None:
@@ -333,7 +333,12 @@ class Handlers:
         _, _, connection, call = item
         deferred = self._deferred.get((connection, call))
         if deferred is not None:
-            deferred.cancel()
+            self._cancel(deferred, connection, call)
+
+    def _cancel(self, deferred: Deferred, connection: int, call: int) -> None:
+        if self.engine.is_open(connection):  # else the caller may ask again in its next session
+            self.worker.remembered_runs.cancel((connection, call))
+        deferred.cancel()
 
     def _complete(self, info: RequestInfo, done: torch.futures.Future[object]) -> None:
         try:

@@ -11,25 +11,24 @@ A result is kept until its caller asks no more: until the caller's deadline, or 
 If many are kept, the oldest are dropped earlier. A request for a dropped result fails: the function does not run again.
 """
 
-import asyncio
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import CoroutineType
 from typing import Any, TypeAlias
 
 from torch.futures import Future
 
-from telegrad.errors import TelegradError
+from telegrad.errors import Cancelled, TelegradError
 from telegrad.worker import process_hooks
+from telegrad.worker.calls import tracing
 from telegrad.worker.calls.callables import find_function, full_name_of
 from telegrad.worker.calls.callables import run as run_function
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture, awaitable_of
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import carriers
 from telegrad.worker.closed import AnyEngine
-from telegrad.worker.scope import current, not_needed
-from telegrad.worker.serving.event_loop import bind_torch_state
+from telegrad.worker.scope import caller_flags, caller_state, current, not_needed
 from telegrad.worker.serving.intercepted import has_async_mark, not_a_future
 
 __all__ = ["RememberedRuns", "run_once"]
@@ -104,6 +103,7 @@ class RememberedRuns:
         self._runs: dict[Key, _Run] = {}  # in the order of their beginning
         self._results: dict[Key, _Run] = {}  # of these, the ones with a result, in the order of their end
         self._dropped: dict[Key, None] = {}  # of these, the ones with a dropped result, in the order of dropping
+        self._running: dict[RequestKey, _Run] = {}  # of these, the ones that have not ended, by their latest request
         self._nbytes = 0
         self._is_timer_set = False
 
@@ -132,7 +132,7 @@ class RememberedRuns:
         with self._lock:
             run = self._runs.get(key)
             if run is None:
-                run = self._runs[key] = _Run(function, request, window, deadline)
+                run = self._runs[key] = self._running[request] = _Run(function, request, window, deadline)
                 return run, True
             if run.future is None:
                 raise TelegradError(
@@ -140,6 +140,8 @@ class RememberedRuns:
                     f" results and {_MOST_BYTES >> 20} MiB of them for calls with a Retry. The function has run, and"
                     " does not run again. Make fewer such calls at a time, or return less."
                 )
+            if self._running.pop(run.request, None) is not None:
+                self._running[request] = run
             run.request = request
             return run, False
 
@@ -148,6 +150,7 @@ class RememberedRuns:
         future = run.future
         assert future is not None
         with self._lock:
+            self._running.pop(run.request, None)
             sets_timer, after, dropped = False, 0.0, []
             if run.canceled:
                 self._runs.pop(key, None)
@@ -171,9 +174,17 @@ class RememberedRuns:
     def forget(self, key: Key, run: _Run, error: BaseException) -> None:
         """Forget a run that has been canceled; requests that wait for it fail."""
         with self._lock:
+            self._running.pop(run.request, None)
             self._runs.pop(key, None)
         if run.future is not None:
             run.future.set_exception(error)
+
+    def cancel(self, request: RequestKey) -> None:
+        """Cancel the run that a request names, if it is the latest one for it: its caller has canceled it."""
+        with self._lock:
+            run = self._running.get(request)
+        if run is not None:
+            run.end()
 
     def forget_caller(self, incarnation: int) -> None:
         """Forget the results of a caller that is gone, and cancel its functions that run."""
@@ -190,6 +201,7 @@ class RememberedRuns:
         with self._lock:
             dropped = self._runs, self._results
             self._runs, self._results = {}, {}
+            self._running.clear()
             self._dropped.clear()
             self._nbytes = 0
         del dropped
@@ -251,7 +263,7 @@ def run_once(
     deadline = scope.deadline / 1e9 if scope.deadline else math.inf
     run, begins = runs.enter(key, full_name_of(callee), request, window, deadline)
     if not begins:
-        return _result_of(worker, run, request)
+        return _result_of(run)
     was_asked = False
 
     def is_canceled() -> bool:
@@ -265,11 +277,11 @@ def run_once(
     try:
         result = run_function(callee, args, kwargs)
         if type(result) is CoroutineType:
-            return _finish(worker, key, run, request, bind_torch_state(result))
+            return _follow(worker, key, run, result)
         if has_async_mark(callee):
             if not isinstance(result, Future):
                 raise not_a_future(result, callee)
-            return _finish(worker, key, run, request, awaitable_of(result))
+            return _follow(worker, key, run, result)
     except BaseException as error:  # SystemExit too: the caller gets a reply
         if process_hooks.forked:
             raise
@@ -297,48 +309,40 @@ def _canceled() -> RuntimeError:
     return RuntimeError("the call was canceled")
 
 
-async def _result_of(worker: Any, run: _Run, request: RequestKey) -> object:
-    """Await the result of a run that an earlier request has begun."""
+async def _result_of(run: _Run) -> object:
+    """Await the result of a run; the end of this request does not cancel it (see `RememberedRuns.cancel`)."""
     assert run.future is not None
-    try:
-        return await run.future
-    except asyncio.CancelledError:
-        if worker.engine.is_open(request[0]):
-            run.end()
-        raise
+    return await run.future
 
 
-async def _finish(worker: Any, key: Key, run: _Run, request: RequestKey, awaitable: Awaitable[object]) -> object:
-    """Await a deferred result, which the end of the session does not cancel."""
+def _follow(worker: Any, key: Key, run: _Run, result: Any) -> Coroutine[Any, Any, object]:
+    """Remember a deferred result once it is done, and return a coroutine of it."""
     runs: RememberedRuns = worker.remembered_runs
 
-    def ended(task: asyncio.Future[object]) -> None:
-        if task.cancelled():
-            runs.forget(key, run, _canceled())
+    def ended(value: object, error: BaseException | None) -> None:
+        if run.canceled and isinstance(error, Cancelled):
+            runs.forget(key, run, error)
         else:
-            error = task.exception()
-            runs.complete(key, run, None if error is not None else task.result(), error)
+            runs.complete(key, run, value, error)
 
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(_await(awaitable))
-    task.add_done_callback(ended)
-    run.cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+    def done(future: Future[object]) -> None:
+        try:
+            value = future.value()
+        except BaseException as error:
+            ended(None, error)
+        else:
+            ended(value, None)
+
+    if type(result) is CoroutineType:
+        state = caller_flags(), caller_state()
+        run.cancel = worker.loop.run(result, current.get(), *state, tracing.recording.get(), ended)
+    else:
+        result.add_done_callback(done)
+        if isinstance(result, CallFuture):
+            run.cancel = result.cancel
     if run.canceled:  # meanwhile
-        task.cancel()
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        if worker.engine.is_open(request[0]):
-            run.canceled = True
-            task.cancel()
-        raise
-
-
-def _await(awaitable: Awaitable[object]) -> Coroutine[Any, Any, object]:
-    async def wait() -> object:
-        return await awaitable
-
-    return wait()
+        run.end()
+    return _result_of(run)
 
 
 def _nbytes(value: object) -> int:
