@@ -12,14 +12,19 @@ FAST = rpc.Retry(attempts=5, backoff=0.001, max_backoff=0.01)
 
 
 def break_connections() -> int:
-    """Shut down all established TCP connections of this process; return their number."""
+    """Shut down all established TCP connections of this process; return their number.
+
+    A connection that a worker makes meanwhile, perhaps with a descriptor of one that it has closed, stays open.
+    """
     count = 0
-    for name in os.listdir("/proc/self/fd"):
+    before = {name: inode_of(name) for name in os.listdir("/proc/self/fd")}
+    for name, inode in before.items():
+        if not inode.startswith("socket:") or inode_of(name) != inode:
+            continue
         try:
-            kind = os.readlink(f"/proc/self/fd/{name}")
-            if not kind.startswith("socket:"):
-                continue
             with socket.socket(fileno=os.dup(int(name))) as found:
+                if inode_of(str(found.fileno())) != inode:
+                    continue
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                     found.getpeername()
                     found.shutdown(socket.SHUT_RDWR)
@@ -27,6 +32,14 @@ def break_connections() -> int:
         except OSError:  # closed meanwhile, or a listener
             continue
     return count
+
+
+def inode_of(descriptor: str) -> str:
+    """Return what a descriptor refers to; empty if it is closed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
 
 
 class Counted:

@@ -46,9 +46,7 @@ class Retries:
     def close(self) -> None:
         """End all calls: the worker has closed, and its timers end."""
         for call in self._calls.copy().values():
-            call.work.end(
-                NotInitialized(f"{NotInitialized.CALL} ({call.text} was pending when this worker shut down.)")
-            )
+            call.work.end(call.closed_error())
 
 
 class RetryingCall:
@@ -136,6 +134,10 @@ class RetryingCall:
         """Return a text for people."""
         return f"{self.text} (attempt {self._attempt} of {self._retry.attempts})"
 
+    def closed_error(self) -> NotInitialized:
+        """Return the error of a call whose worker closes."""
+        return NotInitialized(f"{NotInitialized.CALL} ({self.text} was pending when this worker shut down.)")
+
     # ---- attempts
 
     def _send(self) -> None:
@@ -208,6 +210,8 @@ class RetryingCall:
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, RpcTimeout) and not isinstance(error, RemoteError):
             error = RpcTimeout(self._timeout / 1e9, self.text, error.state)
+        elif isinstance(error, NotInitialized) and not isinstance(error, RemoteError):
+            error = self.closed_error()  # the attempt's own error names `run_once`
         elif self._attempt > 1:
             error.add_note(f"in attempt {self._attempt} of {self._retry.attempts} of {self.text}")
         self.work.fail(error)

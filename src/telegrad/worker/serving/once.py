@@ -180,7 +180,7 @@ class RememberedRuns:
             run.future.set_exception(error)
 
     def cancel(self, request: RequestKey) -> None:
-        """Cancel the run that a request names, if it is the latest one for it: its caller has canceled it."""
+        """Cancel a run for the caller of its latest request; nothing for other requests."""
         with self._lock:
             run = self._running.get(request)
         if run is not None:
@@ -310,7 +310,7 @@ def _canceled() -> RuntimeError:
 
 
 async def _result_of(run: _Run) -> object:
-    """Await the result of a run; the end of this request does not cancel it (see `RememberedRuns.cancel`)."""
+    """Await the result of a run, which the end of this request does not cancel."""
     assert run.future is not None
     return await run.future
 
