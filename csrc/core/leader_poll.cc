@@ -122,6 +122,7 @@ bool Leader::poll_fds(int timeout_ms) {
   bool heard = poll_memory();
   if (!heard && timeout_ms != 0 && !arm_wakeups()) heard = poll_memory();
   epoll_event events[64];
+  reads_.fetch_add(1, std::memory_order_relaxed);
   const int n = epoll_wait(links_epoll_.get(), events, 64, heard ? 0 : timeout_ms);
   for (int i = 0; i < n; ++i) {
     const std::uint64_t token = events[i].data.u64;
@@ -194,6 +195,28 @@ bool Leader::read_from(const ConnectionPtr& c) {
   return true;
 }
 
+/// Answers even if a large message is being sent: the peer then receives that.
+void Leader::answer_ping(const ConnectionPtr& c) {
+  auto pong = std::make_unique<Outgoing>();
+  pong->header.type = FrameType::kPong;
+  parts_.sender.transmit(c, std::move(pong));
+}
+
+/// Reads the links on the timer thread if no other thread does.
+void Leader::read_for_timer() {
+  {
+    Lock lock(parts_.mutex);
+    if (has_leader_ || parked_ || !unread_ || now() - released_at_ < kUnreadTimeout) return;
+    become_leader();
+  }
+  const Nanos until = now() + kTimerReads;
+  while (poll_fds(0) && now() < until) {
+  }
+  after_poll();
+  Lock lock(parts_.mutex);
+  resign(false);
+}
+
 void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
   ++arrivals_;
   received_messages_.fetch_add(1, std::memory_order_relaxed);
@@ -245,6 +268,10 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
       return parts_.canceler.add(m.header);
     case FrameType::kCallState:
       return parts_.calls.on_state(*c, m.header.call_id, static_cast<CallState>(m.header.tag));
+    case FrameType::kPing:
+      return answer_ping(c);
+    case FrameType::kPong:
+      return;  // its arrival says it all
     case FrameType::kGoodbye:
       return parts_.peers.on_goodbye(*c);
     default:

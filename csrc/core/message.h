@@ -22,7 +22,7 @@ namespace telegrad {
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 inline constexpr std::uint32_t kMagic = 0x31524754;  // "TGR1"
-inline constexpr std::uint32_t kProtocolVersion = 6;
+inline constexpr std::uint32_t kProtocolVersion = 7;
 
 enum class FrameType : std::uint8_t {
   kHello = 1,      // handshake, initiator: own identity, wanted identity, nonce
@@ -38,6 +38,8 @@ enum class FrameType : std::uint8_t {
   kFragment = 21,   // fragment of a message that is striped over several lanes; see transports/tcp/laned_link.h
   kCancel = 22,     // ends the request with this call_id; `tag` is a CancelReason
   kCallState = 23,  // answers a kCancel with kExpired: `tag` is the CallState of the request
+  kPing = 24,       // asks for a sign of life
+  kPong = 25,       // answers a kPing at once
 };
 
 /// Reason for a kCancel.

@@ -113,7 +113,7 @@ SendResult Sender::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgo
 
 void Sender::send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pending) {
   bool any_waits = false;
-  for (auto& [m, until] : pending) {
+  for (auto& [m, until, expired] : pending) {
     const auto pending_send = m->pending_send;
     Transmission p;
     const SendResult result = transmit_locked(c, m, p);

@@ -45,8 +45,10 @@ struct Transmission {
 /// A message that waits for a connection.
 struct PendingMessage {
   std::unique_ptr<Outgoing> message;
-  Nanos until;  // when its call stops waiting. Messages that the reference protocol counts on stay queued longer, until
-                // the peer is connected or known to be dead
+  // When its call stops waiting. Messages that the reference protocol counts on stay queued longer, until the peer is
+  // connected, known to be dead, or lost because it is silent.
+  Nanos until;
+  bool expired = false;  // its call has stopped waiting
 };
 
 class Sender {

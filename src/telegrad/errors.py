@@ -185,6 +185,8 @@ class WorkerLost(TelegradError):
     Args:
         name: The callee's name.
         why: Reason, for example ``"connection closed by peer (process 4711 died)"``.
+        incarnation: The newest process of this name that was known when the error was made; 0 if none. Of two
+            processes, the later one has the greater number.
 
     Example::
 
@@ -196,9 +198,10 @@ class WorkerLost(TelegradError):
                 print(error.name, error.why)
     """
 
-    def __init__(self, name: str, why: str) -> None:
+    def __init__(self, name: str, why: str, incarnation: int = 0) -> None:
         self.name = name
         self.why = why
+        self.incarnation = incarnation
         super().__init__(
             f"worker {name} is lost: {why}. It may or may not have run the calls that were waiting for it. See the"
             " worker's own output for the cause. Telegrad makes only calls with retry=rpc.Retry() again."
@@ -213,6 +216,14 @@ class WorkerLost(TelegradError):
     def unreached(self) -> bool:
         """Whether only the connection timed out, so that the worker may be alive."""
         return self.why.startswith("no connection to worker")  # text of the core
+
+    @property
+    def silent(self) -> bool:
+        """Whether the worker gave no sign of life.
+
+        It may be stopped, or cut off by the network.
+        """
+        return self.why.startswith("it gave no sign of life")  # text of the core, csrc/core/detector.cc
 
 
 class OwnerLost(WorkerLost):
@@ -230,8 +241,8 @@ class OwnerLost(WorkerLost):
                 print(error.name, error.why)
     """
 
-    def __init__(self, name: str, why: str, rref: str = "") -> None:
-        super().__init__(name, why)
+    def __init__(self, name: str, why: str, rref: str = "", incarnation: int = 0) -> None:
+        super().__init__(name, why, incarnation)
         self.rref = rref
         what = f"the value of {rref}" if rref else "the value of a remote reference"
         self.args: tuple[Any, ...] = (
