@@ -260,8 +260,8 @@ class Options(RpcBackendOptions):
     )
     local_heartbeat: float = _option(
         30.0,
-        "the same for connections within a host; the kernel reports the end of a process there at once, so this finds only"
-        " stopped processes, and debuggers stop processes too",
+        "the same for connections within a host; the kernel reports the end of a process there at once, so this finds"
+        " only stopped processes, and debuggers stop processes too",
         env="TELEGRAD_LOCAL_HEARTBEAT",
         unit="s",
     )
