@@ -54,6 +54,14 @@ bool Leader::arm_wakeups() {
   return busy_polled_.empty();
 }
 
+/// Does what other threads have left for the leader. Inline: it runs after every poll.
+inline void Leader::after_poll() {
+  if (has_closed_.load(std::memory_order_relaxed)) [[unlikely]]
+    reap_closed();
+  if (parts_.peers.has_resumable()) [[unlikely]]
+    parts_.peers.resume_handshakes();
+}
+
 /// Polls until something happens, spinning first if that pays. Returns false if nothing did before `until`, or if a
 /// caller has taken leadership from the pool thread of this term.
 bool Leader::poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term term) {
@@ -87,12 +95,6 @@ bool Leader::poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term t
   after_poll();
   if (found) spin.slept(now() - start);
   return found;
-}
-
-/// Does what other threads have left for the leader.
-void Leader::after_poll() {
-  if (has_closed_.load(std::memory_order_relaxed)) reap_closed();
-  if (parts_.peers.has_resumable()) parts_.peers.resume_handshakes();
 }
 
 /// Polls once while spinning. Most of these polls read only the links that were active last.
@@ -253,7 +255,7 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
       item.connection = c->id;
       item.name = std::move(name);
       item.since = now();
-      item.deadline = deadline_after(item.since, m.header.timeout);
+      item.deadline = deadline_after(m.begun > 0 ? m.begun : item.since, m.header.timeout);
       item.message = std::move(m);
       Lock lock(parts_.mutex);
       return item.kind == WorkKind::kRequest ? parts_.queue.push_request(std::move(item))

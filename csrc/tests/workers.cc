@@ -124,6 +124,7 @@ void Worker::handle(WorkItem& item) {
       return;
     }
     case WorkKind::kExitThread:
+    case WorkKind::kNoWork:
       return;
     case WorkKind::kRequest:
     case WorkKind::kOneway:

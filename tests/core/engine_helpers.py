@@ -46,6 +46,8 @@ class Native:
             "pool_cache": 1 << 28,
             "handshake_timeout": 10 * SECOND,
             "connect_timeout": 30 * SECOND,
+            "heartbeat": 0,
+            "local_heartbeat": 0,
             "max_body": 1 << 30,
             "max_message": 1 << 36,
             "shared_memory": 1 << 30,
