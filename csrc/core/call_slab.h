@@ -46,7 +46,9 @@ struct Call {
   bool background = false;           // its request is not canceled
   bool expired = false;              // its deadline has passed, and the callee has been asked how far it has come
   std::int32_t peer = -1;
+  std::uint32_t name_id = 0;  // of the function; 0: none
   std::uint64_t connection = 0;
+  Nanos since = 0;  // when the call was made
   Waiter* waiter = nullptr;
   WaitSet* wait_set = nullptr;  // gets the completion instead of the pool
   Completion completion;

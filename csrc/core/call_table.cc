@@ -13,12 +13,14 @@ namespace telegrad {
 
 // ---- calls
 
-std::uint64_t CallTable::open(std::int32_t peer, bool must_send, CallOptions& options) {
+std::uint64_t CallTable::open(std::int32_t peer, const FrameHeader& request, Nanos at, CallOptions& options) {
   const std::uint64_t id = slab_.open(peer);
   Call& call = *slab_.find(id);
   call.is_async = options.target != nullptr;
-  call.must_send = must_send;
-  call.wait_for_connection = options.background && must_send;
+  call.name_id = request.name_id;
+  call.since = at;
+  call.must_send = request.flags & kMustDeliver;
+  call.wait_for_connection = options.background && call.must_send;
   call.background = options.background;
   call.deferrable = options.deferrable;
   call.target = std::move(options.target);

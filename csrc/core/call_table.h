@@ -28,6 +28,7 @@ namespace telegrad {
 
 struct EngineParts;
 struct CallOptions;
+struct Snapshot;
 
 inline constexpr const char* kForked = "this process is a fork of its worker's, which cannot use its calls";
 inline constexpr const char* kShutDown = "this worker has been shut down";
@@ -44,8 +45,9 @@ class CallTable {
 
   // ---- calls
 
-  /// Opens a call to a peer; takes the objects of the options.
-  std::uint64_t open(std::int32_t peer, bool must_send, CallOptions& options) REQUIRES(engine_mutex);
+  /// Opens a call with this request to a peer; takes the objects of the options.
+  std::uint64_t open(std::int32_t peer, const FrameHeader& request, Nanos at, CallOptions& options)
+      REQUIRES(engine_mutex);
   Call* find(std::uint64_t id) REQUIRES(engine_mutex) { return slab_.find(id); }
   /// Sets the deadline of an asynchronous call whose request has been sent, or queued to be sent; does nothing if the
   /// call has ended. Before that, an expired call would send a kCancel that overtakes its request.
@@ -100,6 +102,9 @@ class CallTable {
   // ---- state
 
   std::size_t size() const REQUIRES(engine_mutex) { return slab_.size(); }
+  /// See `Engine::snapshot`; in snapshot.cc.
+  void describe(Snapshot& out, const std::function<void(std::uint64_t, const KeepAlive&)>& on_target)
+      REQUIRES(engine_mutex);
   /// Returns the number of asynchronous calls for which a thread may be waiting.
   std::size_t waiting_async() const REQUIRES(engine_mutex) { return slab_.waiting_async(); }
   std::uint64_t replies() const REQUIRES(engine_mutex) { return replies_; }

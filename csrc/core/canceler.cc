@@ -51,7 +51,7 @@ CallState Canceler::cancel_started(const Key& key) {
 }
 
 void Canceler::cancel_detached(const Key& key, Detached& request) {
-  if (std::exchange(request.canceled, true) || !request.deferred) return;
+  if (request.must_run || std::exchange(request.canceled, true) || !request.deferred) return;
   WorkItem item;
   item.kind = WorkKind::kCancel;
   item.connection = key.first;
@@ -69,13 +69,25 @@ void Canceler::cancel_requests_of(std::uint64_t connection) {
 
 bool Canceler::detach(std::uint64_t connection, std::uint64_t call, bool deferred) {
   Lock lock(parts_.mutex);
-  Detached& request = detached_[{connection, call}];
+  return detach({connection, call}, deferred).canceled;
+}
+
+void Canceler::park(const WorkItem& request) {
+  Lock lock(parts_.mutex);
+  detach({request.connection, request.message.header.call_id}, false).name = request.name;
+}
+
+Canceler::Detached& Canceler::detach(const Key& key, bool deferred) {
+  Detached& request = detached_[key];
   request.deferred = deferred;
-  if (RunningRequest* running = parts_.queue.find_running(connection, call)) {
+  if (RunningRequest* running = parts_.queue.find_running(key.first, key.second)) {
     request.canceled = running->canceled;
+    request.must_run = running->must_run;
+    request.peer = running->peer;
+    request.since = running->since;
     *running = {};
   }
-  return request.canceled;
+  return request;
 }
 
 bool Canceler::is_canceled(std::uint64_t connection, std::uint64_t call) const {

@@ -13,16 +13,22 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
 #include "base/thread_safety.h"
 #include "core/connection.h"
 #include "core/message.h"
+#include "core/work_item.h"
 
 namespace telegrad {
 
 struct EngineParts;
+struct RequestSnapshot;
+struct RunningRequest;
+struct Snapshot;
 
 class Canceler {
  public:
@@ -42,6 +48,8 @@ class Canceler {
 
   /// Cancels all requests of a connection, which has closed.
   void cancel_requests_of(std::uint64_t connection) REQUIRES(engine_mutex);
+  /// Records that a request has no thread, because it waits for its inputs.
+  void park(const WorkItem& request) EXCLUDES(engine_mutex);
   /// Records that a request has no thread, because it waits for its inputs or its result is deferred (`deferred`), or
   /// that it runs again. Returns whether it has been canceled.
   bool detach(std::uint64_t connection, std::uint64_t call, bool deferred) EXCLUDES(engine_mutex);
@@ -51,15 +59,24 @@ class Canceler {
   void on_reply(std::uint64_t connection, std::uint64_t call) REQUIRES(engine_mutex);
   /// Returns the number of detached requests.
   std::size_t detached() const REQUIRES(engine_mutex) { return detached_.size(); }
+  void describe(Snapshot& out) const REQUIRES(engine_mutex);  // snapshot.cc
+  /// Returns nothing if the request is not detached.
+  std::optional<RequestSnapshot> find(std::uint64_t connection, std::uint64_t call) const REQUIRES(engine_mutex);
 
  private:
   struct Detached {
     bool deferred = false;
     bool canceled = false;
+    bool must_run = false;  // kMustRun: it cannot be canceled
+    std::int32_t peer = -1;
+    Nanos since = 0;                   // when a thread took it
+    std::shared_ptr<const Name> name;  // of the function, if it is parked
   };
   using Key = std::pair<std::uint64_t, std::uint64_t>;  // connection, call
 
+  static RequestSnapshot describe(const Key& key, const Detached& request);
   void cancel_requests(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  Detached& detach(const Key& key, bool deferred) REQUIRES(engine_mutex);
   CallState cancel_started(const Key& key) REQUIRES(engine_mutex);
   void cancel_detached(const Key& key, Detached& request) REQUIRES(engine_mutex);
 

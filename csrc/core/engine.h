@@ -27,6 +27,7 @@
 #include "base/fork_handlers.h"
 #include "core/call_options.h"
 #include "core/engine_parts.h"
+#include "core/snapshot.h"
 
 namespace telegrad {
 
@@ -136,6 +137,8 @@ class Engine final : public ForkHandler {
 
   // ---- requests of peers. Any thread, never blocks.
 
+  /// Records that a request has no thread, because it waits for its inputs.
+  void park(const WorkItem& request) { parts_.canceler.park(request); }
   /// Records that a request has no thread: its result is deferred, or (not `deferred`) it waits for its inputs. Returns
   /// whether it has been canceled. A canceled request with a deferred result is reported once as a kCancel work item.
   bool detach(std::uint64_t connection, std::uint64_t call, bool deferred) {
@@ -177,6 +180,11 @@ class Engine final : public ForkHandler {
   void stop(Nanos timeout);
   bool stopping() const { return parts_.is_stopping(); }
   EngineStats stats() const;
+  /// Returns what this worker is doing. Copies under the mutex: for a worker that hangs, not for each call. `on_target`
+  /// gets the targets of asynchronous calls, under the mutex.
+  Snapshot snapshot(const std::function<void(std::uint64_t call, const KeepAlive& target)>& on_target);
+  /// Returns a request that a thread of the pool runs, or that is detached. Never blocks. Any thread.
+  std::optional<RequestSnapshot> find_request(std::uint64_t connection, std::uint64_t call);
   const std::shared_ptr<BufferPool>& buffers() const { return parts_.buffers; }
   std::int32_t id() const { return parts_.settings.handshake.me.id; }
 

@@ -19,7 +19,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
   bool straight = false;  // send on this connection without a further search for the peer
   {
     Lock lock(parts_.mutex);
-    id = parts_.calls.open(peer, m->header.flags & kMustDeliver, o);
+    id = parts_.calls.open(peer, m->header, at, o);
     if (parts_.is_stopping()) {
       parts_.calls.complete(id, Completion{.status = CallStatus::kStopped, .why = kShutDown}, released);
       return id;

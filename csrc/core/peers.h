@@ -31,6 +31,7 @@
 namespace telegrad {
 
 struct EngineParts;
+struct Snapshot;
 
 struct Peer {
   explicit Peer(bool wins) : agreement(wins) {}
@@ -93,6 +94,7 @@ class Peers {
   void on_timer(Lock& lock, Nanos at) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
   /// Returns whether a message waits for a connection that is being made.
   bool has_pending() const REQUIRES(engine_mutex);
+  void describe(Snapshot& out) const REQUIRES(engine_mutex);  // snapshot.cc
   /// Fails the messages that wait for a connection, and stops listening, because the engine stops.
   void stop(const std::string& why, Released& released) REQUIRES(engine_mutex);
   void stop_listening() REQUIRES(engine_mutex) { listeners_.clear(); }

@@ -240,7 +240,11 @@ bool WorkQueue::pop(PoolThread& self, WorkItem& out) {
     const FrameHeader& h = out.message.header;
     if (popped_at_ >= out.deadline && out.status == CallStatus::kPending && may_leave_out(h))
       out.status = CallStatus::kTimedOut;
-    *self.request = {.connection = out.connection, .call = h.call_id, .must_run = (h.flags & kMustRun) != 0};
+    *self.request = {.connection = out.connection,
+                     .call = h.call_id,
+                     .must_run = (h.flags & kMustRun) != 0,
+                     .peer = out.peer,
+                     .since = popped_at_};
   }
   if (self.kind == WorkKind::kCompletion) {
     ++running_completions_;

@@ -21,6 +21,7 @@
 namespace telegrad {
 
 struct EngineParts;
+struct Snapshot;
 
 /// The request that a thread of the pool runs.
 struct RunningRequest {
@@ -29,6 +30,8 @@ struct RunningRequest {
   std::uint64_t call = 0;  // 0: none
   bool must_run = false;   // kMustRun: it cannot be canceled
   bool canceled = false;
+  std::int32_t peer = -1;
+  Nanos since = 0;  // when the thread took it
 };
 
 /// A thread of the pool, from its first call of `next` to its last.
@@ -159,6 +162,7 @@ class WorkQueue {
   std::size_t running() const REQUIRES(engine_mutex) { return running_; }
   std::size_t threads() const REQUIRES(engine_mutex) { return threads_; }
   WorkQueueStats stats() const REQUIRES(engine_mutex);
+  void describe(Snapshot& out) const REQUIRES(engine_mutex);  // snapshot.cc
 
   void abandon_in_child() REQUIRES(engine_mutex) { idle_.clear(); }
 

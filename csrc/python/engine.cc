@@ -141,6 +141,16 @@ nb::dict stats(const Engine& e) {
   return d;
 }
 
+nb::tuple snapshot(Engine& e) {
+  std::vector<std::pair<std::uint64_t, nb::object>> targets;
+  Snapshot found = e.snapshot([&targets](std::uint64_t call, const KeepAlive& target) {
+    targets.emplace_back(call, nb::borrow(static_cast<const PyRefs&>(target).front()));
+  });
+  nb::dict by_call;
+  for (auto& [call, target] : targets) by_call[nb::int_(call)] = std::move(target);
+  return nb::make_tuple(std::move(found), std::move(by_call));
+}
+
 /// `_core.Memory`: received memory that outlives its engine.
 struct Memory {
   std::shared_ptr<BufferPool> pool;
@@ -243,6 +253,11 @@ void init_engine(nb::module_& m) {
            "Takes no lock, so finalizers may call it.")
       .def("stop", &Engine::stop, "timeout"_a, nb::call_guard<GilReleased>())
       .def("stats", stats)
+      .def("snapshot", snapshot, nb::sig("def snapshot(self) -> tuple[Snapshot, dict[int, object]]"),
+           "Return what the engine is doing, and the targets of asynchronous calls.\n\n"
+           "Copies under the mutex: for a worker that hangs, not for each call.")
+      .def("find_request", &Engine::find_request, "connection"_a, "call"_a,
+           "Return a request that has begun and has no reply; None if there is none.")
       .def_prop_ro("memory", [](const Engine& e) { return Memory{e.buffers()}; });
   init_multicast(engine);
 }

@@ -9,6 +9,7 @@
 #include "python/engine.h"
 #include "python/graph_walk.h"
 #include "python/server.h"
+#include "python/snapshot.h"
 #include "python/step_gate.h"
 
 NB_MODULE(_core, m) {
@@ -16,6 +17,7 @@ NB_MODULE(_core, m) {
   nanobind::set_leak_warnings(false);  // modules that live as long as the process hold some of it at exit
   telegrad::python::init_block(m);
   telegrad::python::init_buffer_leases(m);
+  telegrad::python::init_snapshot(m);
   telegrad::python::init_engine(m);
   telegrad::python::init_client(m);
   telegrad::python::init_server(m);

@@ -100,7 +100,7 @@ void RequestServer::serve(Request& arrived) {
 
 void RequestServer::resume(Request& r) {
   const bool cancelable = !(r.flags() & wire::kMustRun);
-  const bool canceled = cancelable && engine_.detach(r.item.connection, r.call(), true);
+  const bool canceled = engine_.detach(r.item.connection, r.call(), true);
   if (canceled || (cancelable && now() >= r.item.deadline)) {
     call_back(python_.reply_canceled, info_of(r), nb::bool_(canceled));
   } else {
@@ -254,11 +254,10 @@ bool RequestServer::park(Request*& r, nb::object& holder) {
     r = nb::inst_ptr<Request>(holder);
   }
   const nb::object receiver = r->decoded ? r->receiver : nb::none();
-  const bool cancelable = !(r->flags() & wire::kMustRun);
-  if (cancelable) engine_.detach(r->item.connection, r->call(), false);  // before another thread can resume it
+  engine_.park(r->item);  // before another thread can resume it
   const bool parked =
       nb::cast<bool>(ask(python_.park, holder, or_none(r->slow), receiver, !r->item.name, r->item.peer));
-  if (cancelable && !parked) engine_.detach(r->item.connection, r->call(), true);
+  if (!parked) engine_.detach(r->item.connection, r->call(), true);
   return parked;
 }
 

@@ -20,7 +20,7 @@ struct Calls {
     options.deadline = deadline;
     options.keep_alive = std::make_unique<Counted>(live);
     if (is_async) options.target = std::make_unique<Counted>(targets);
-    const std::uint64_t id = parts.calls.open(1, false, options);
+    const std::uint64_t id = parts.calls.open(1, {}, 0, options);
     parts.calls.set_deadline(id, deadline);
     return id;
   }

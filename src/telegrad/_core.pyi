@@ -20,6 +20,141 @@ class Lent:
     64-byte aligned and writable.
     """
 
+class CallSnapshot:
+    """A call of this worker without a reply."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def peer(self) -> int: ...
+
+    @property
+    def name_id(self) -> int:
+        """Number of the function's name; 0 for none."""
+
+    @property
+    def connection(self) -> int:
+        """The connection that has the request; 0 while it waits."""
+
+    @property
+    def since(self) -> int:
+        """Monotonic time of the call in ns."""
+
+class RequestSnapshot:
+    """A request of a peer without a reply."""
+
+    @property
+    def connection(self) -> int: ...
+
+    @property
+    def call(self) -> int: ...
+
+    @property
+    def peer(self) -> int: ...
+
+    @property
+    def state(self) -> str:
+        """queued, running, parked or deferred."""
+
+    @property
+    def since(self) -> int:
+        """When it was queued, or when a thread took it, in monotonic ns."""
+
+    @property
+    def deadline(self) -> int:
+        """Of a queued request, in monotonic ns; 0 for none."""
+
+    @property
+    def name(self) -> bytes:
+        """The function's name as sent, if the request is queued or parked."""
+
+class PeerSnapshot:
+    """A peer and the session with it."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def incarnation(self) -> int:
+        """The newest that is known."""
+
+    @property
+    def connection(self) -> int:
+        """The connection that carries the session; 0 if none is open."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the messages that are made now."""
+
+    @property
+    def connecting(self) -> bool: ...
+
+    @property
+    def pending(self) -> int:
+        """Number of messages that wait for a connection."""
+
+    @property
+    def last_error(self) -> str:
+        """Of the last attempt to connect, or why the peer was removed."""
+
+class ConnectionSnapshot:
+    """A connection, open or in its handshake."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def peer(self) -> int:
+        """Id of the peer; -1 if not known yet."""
+
+    @property
+    def open(self) -> bool: ...
+
+    @property
+    def initiator(self) -> bool:
+        """This worker has connected."""
+
+    @property
+    def stalled(self) -> bool:
+        """The peer has not read for a while."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def source(self) -> str:
+        """Source of an accepted connection."""
+
+    @property
+    def lanes(self) -> int: ...
+
+    @property
+    def unprocessed(self) -> int:
+        """Bytes of requests that the peer has not started to process."""
+
+class Snapshot:
+    """Calls, requests, sessions and connections of an engine at one moment."""
+
+    @property
+    def at(self) -> int:
+        """Monotonic time in ns."""
+
+    @property
+    def calls(self) -> list[CallSnapshot]: ...
+
+    @property
+    def requests(self) -> list[RequestSnapshot]: ...
+
+    @property
+    def peers(self) -> list[PeerSnapshot]: ...
+
+    @property
+    def connections(self) -> list[ConnectionSnapshot]: ...
+
 class PoolThread:
     """State of one pool thread in `Engine.next`."""
 
@@ -162,6 +297,18 @@ class Engine:
     def stop(self, timeout: int) -> None: ...
 
     def stats(self) -> dict[Any, Any]: ...
+
+    def snapshot(self) -> tuple[Snapshot, dict[int, object]]:
+        """
+        Return what the engine is doing, and the targets of asynchronous calls.
+
+        Copies under the mutex: for a worker that hangs, not for each call.
+        """
+
+    def find_request(self, connection: int, call: int) -> RequestSnapshot | None:
+        """
+        Return a request that has begun and has no reply; None if there is none.
+        """
 
     @property
     def memory(self) -> Memory: ...

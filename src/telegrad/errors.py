@@ -206,8 +206,8 @@ class WorkerLost(TelegradError):
         self.why = why
         self.incarnation = incarnation
         super().__init__(
-            f"worker {name} is lost: {why}. It may or may not have run the calls that were waiting for it; Telegrad"
-            " does not repeat them. See the worker's own output for the cause."
+            f"worker {name} is lost: {why}. It may or may not have run the calls that were waiting for it. See the"
+            " worker's own output for the cause. Telegrad makes only calls with retry=rpc.Retry() again."
         )
 
     @property

@@ -279,6 +279,19 @@ class Options(RpcBackendOptions):
         env="TELEGRAD_SHUTDOWN_TIMEOUT",
         unit="s",
     )
+    stuck_handler_timeout: float = _option(
+        300.0,
+        "how long a handler may run before the worker logs a warning with its function, caller and stack; 0 means no"
+        " warnings",
+        env="TELEGRAD_STUCK_HANDLER_TIMEOUT",
+        unit="s",
+    )
+    dump_on_sigusr2: bool = _option(
+        False,
+        "whether the signal SIGUSR2 writes the stacks of all threads to stderr, and logs `telegrad.rpc.debug_info` of"
+        " each worker of the process",
+        env="TELEGRAD_DUMP_ON_SIGUSR2",
+    )
     plain_backward: bool = _option(
         False,
         "whether calls outside of autograd contexts record tensors that require grad, so that ``loss.backward()``"

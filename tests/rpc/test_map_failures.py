@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from map_helpers import identity, invert, mapping, notes
+from retry_helpers import FAST, TCP, break_connections
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, SerializationError, UnknownWorker, WorkerLost
 from telegrad.testing import Cluster, Gate, assert_quiescent, cluster, eventually
+
+RETRY = rpc.Retry(attempts=2)
 
 pytestmark = [pytest.mark.usefixtures("clean")]
 
@@ -99,9 +102,11 @@ def test_a_timeout() -> None:
 def test_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="at least one worker"):
         rpc.map([], identity, [1])
-    for name, value in (("chunk", 0), ("chunk", -1), ("chunk", 1.5), ("in_flight", 0), ("retry", -1)):
+    for name, value in (("chunk", 0), ("chunk", -1), ("chunk", 1.5), ("in_flight", 0)):
         with pytest.raises(ValueError, match=f"{name} of rpc.map has to be an integer of at least .,? and is {value}"):
             rpc.map("w1", identity, [1], **{name: value})
+    with pytest.raises(TypeError, match=r"retry has to be a telegrad\.rpc\.Retry"):
+        rpc.map("w1", identity, [1], retry=1)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="callable"):
         rpc.map("w1", None, [1])  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="not iterable"):
@@ -153,7 +158,7 @@ def test_with_retry_other_workers_run_the_chunks_of_a_lost_one(three: Cluster, o
             gate.enter()
         return x
 
-    results = rpc.map(["v1", "v2"], stay, range(40), chunk=2, ordered=ordered, retry=1)
+    results = rpc.map(["v1", "v2"], stay, range(40), chunk=2, ordered=ordered, retry=RETRY)
     got: list[int] = []
     thread = threading.Thread(target=lambda: got.extend(results))
     thread.start()
@@ -187,7 +192,7 @@ def test_a_chunk_that_is_lost_just_after_the_check_is_sent_again(
             eventually(lambda: self._pending[0].future.done())
 
     monkeypatch.setattr(mapping._Mapping, "_settle", settle_and_lose)
-    assert list(rpc.map(["v1", "v2"], stay, range(2), chunk=2, ordered=ordered, retry=1)) == [0, 1]
+    assert list(rpc.map(["v1", "v2"], stay, range(2), chunk=2, ordered=ordered, retry=RETRY)) == [0, 1]
     gate.open()
     lost.join(10)
 
@@ -214,4 +219,22 @@ def test_if_all_workers_are_lost_the_loss_is_raised(three: Cluster) -> None:
     lose(three, 2)
     lose(three, 1)
     with pytest.raises(WorkerLost):
-        list(rpc.map(["v1", "v2"], identity, range(10), retry=5))
+        list(rpc.map(["v1", "v2"], identity, range(10), retry=rpc.Retry(5, 0.001, 0.01)))
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_worker_that_comes_back_runs_its_chunks_and_the_rest(ordered: bool) -> None:
+    with cluster(2, TCP, names="u{}") as group:
+        gate = Gate()
+
+        def stay(x: int, gate: Gate = gate) -> int:
+            return gate.enter(x) if x == 3 else x
+
+        results = rpc.map("u1", stay, range(20), chunk=1, ordered=ordered, retry=FAST)
+        got = [next(results) for _ in range(3)]
+        gate.wait_for(1)
+        assert break_connections()
+        gate.open()
+        got += results
+        assert sorted(got) == list(range(20))
+        assert group[0].debug_info().retries == ()

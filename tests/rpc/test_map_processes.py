@@ -19,7 +19,7 @@ def _maps_past_a_kill(rank: int, n: int, init_method: str) -> Any:
     if rank:
         rpc.shutdown()
         return None
-    got = list(rpc.map(["w1", "w2"], killed, range(5000), retry=1))
+    got = list(rpc.map(["w1", "w2"], killed, range(5000), retry=rpc.Retry(attempts=2)))
     rpc.shutdown()
     return got
 

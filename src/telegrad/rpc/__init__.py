@@ -17,6 +17,7 @@ from telegrad.rpc.api import (
     shutdown,
 )
 from telegrad.rpc.cancellation import cancelled
+from telegrad.rpc.debug import debug_info
 from telegrad.rpc.groups import all_gather, barrier, broadcast, on_join, on_leave, on_lost, wait_for_worker
 from telegrad.rpc.intercept import Registration, intercept, register_type, use_pickler
 from telegrad.rpc.map import map as map  # public, but `import *` must not hide Python's own
@@ -24,20 +25,24 @@ from telegrad.rpc.memory import empty
 from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import Options, RpcBackendOptions, TensorPipeRpcBackendOptions
 from telegrad.rpc.services import get_service, register_service
-from telegrad.rpc.start import Worker, init_rpc, is_available
+from telegrad.rpc.start import init_rpc, is_available
 from telegrad.rpc.streams import stream
+from telegrad.rpc.worker_object import Worker
 from telegrad.serialize.program_pickler import Pickler
 from telegrad.streams.stream import Stream
 from telegrad.types import WorkerInfo
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import InterceptedCall, Interceptor, Proceed
+from telegrad.worker.calls.retry_policy import Retry
 from telegrad.worker.calls.wait_all import wait_all
+from telegrad.worker.diagnostics.debug_info import DebugInfo
 from telegrad.worker.group_events import Subscription
 
 __all__ = [
     "AllGatherStates",
     "BackendType",
     "CallFuture",
+    "DebugInfo",
     "InterceptedCall",
     "Interceptor",
     "Options",
@@ -45,6 +50,7 @@ __all__ = [
     "Proceed",
     "RRef",
     "Registration",
+    "Retry",
     "RpcBackendOptions",
     "Stream",
     "Subscription",
@@ -59,6 +65,7 @@ __all__ = [
     "call",
     "cancelled",
     "constants",
+    "debug_info",
     "empty",
     "functions",
     "get_rpc_timeout",

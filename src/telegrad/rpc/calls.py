@@ -18,6 +18,8 @@ from telegrad.rref.create import create
 from telegrad.serialize.tracebacks import strip_own_frames
 from telegrad.types import To
 from telegrad.worker.calls.future import CallFuture, Deferred
+from telegrad.worker.calls.retry_policy import Retry
+from telegrad.worker.calls.retrying import start_retrying, wait_or_cancel
 from telegrad.worker.default_worker import current_worker, open_worker
 
 __all__ = ["NOT_CALLABLE", "Args", "Kwargs", "call", "collect", "remote", "rpc_async", "rpc_sync"]
@@ -38,10 +40,22 @@ _collecting: set[int] = set()  # ids of threads within _wait_all; a set, because
 
 @overload
 def rpc_sync(
-    to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+    to: To,
+    func: Callable[..., Deferred[T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = ...,
+    retry: Retry | None = ...,
 ) -> T: ...
 @overload
-def rpc_sync(to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...) -> T: ...
+def rpc_sync(
+    to: To,
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = ...,
+    retry: Retry | None = ...,
+) -> T: ...
 
 
 def rpc_sync(
@@ -50,6 +64,7 @@ def rpc_sync(
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    retry: Retry | None = None,
 ) -> Any:
     """Run ``func(*args, **kwargs)`` on another worker and wait for the result.
 
@@ -60,6 +75,8 @@ def rpc_sync(
         args: its positional arguments, a tuple or list.
         kwargs: its keyword arguments.
         timeout: seconds; -1 is the worker's default, 0 no limit. Nested calls of ``func`` end by the same deadline.
+        retry: makes the call again if the worker is lost, within ``timeout``; for idempotent functions. The arguments
+            have to stay unchanged until the call ends.
 
     Returns:
         The result; its tensors are copies, which the caller owns.
@@ -80,6 +97,8 @@ def rpc_sync(
     if worker is None:
         raise NotInitialized
     try:
+        if retry is not None:
+            return wait_or_cancel(start_retrying(worker, to, func, args, kwargs, timeout, retry))
         return worker.rpc_sync(to, func, args, kwargs, timeout)
     except Exception as error:
         raise strip_own_frames(error)
@@ -87,11 +106,21 @@ def rpc_sync(
 
 @overload
 def rpc_async(
-    to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+    to: To,
+    func: Callable[..., Deferred[T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = ...,
+    retry: Retry | None = ...,
 ) -> CallFuture[T]: ...
 @overload
 def rpc_async(
-    to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+    to: To,
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = ...,
+    retry: Retry | None = ...,
 ) -> CallFuture[T]: ...
 
 
@@ -101,13 +130,15 @@ def rpc_async(
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    retry: Retry | None = None,
 ) -> CallFuture[Any]:
     """Start ``func(*args, **kwargs)`` on another worker and return its future.
 
-    The request has been sent when this returns, so the arguments may be changed afterwards.
+    The request has been sent when this returns, so the arguments may be changed afterwards,
+    unless there is a ``retry``.
 
     Args:
-        to, func, args, kwargs, timeout: as of `rpc_sync`.
+        to, func, args, kwargs, timeout, retry: as of `rpc_sync`.
 
     Returns:
         A ``torch.futures.Future`` that can also be awaited. A failure that the program never reads is logged.
@@ -127,7 +158,10 @@ def rpc_async(
     if worker is None:
         raise NotInitialized
     try:
-        future = worker.rpc_async(to, func, args, kwargs, timeout)
+        if retry is None:
+            future = worker.rpc_async(to, func, args, kwargs, timeout)
+        else:
+            future = start_retrying(worker, to, func, args, kwargs, timeout, retry)
     except Exception as error:
         raise strip_own_frames(error)
     if _collecting and threading.get_ident() in _collecting:
@@ -137,10 +171,22 @@ def rpc_async(
 
 @overload
 async def call(
-    to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
+    to: To,
+    func: Callable[..., Deferred[T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = ...,
+    retry: Retry | None = ...,
 ) -> T: ...
 @overload
-async def call(to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...) -> T: ...
+async def call(
+    to: To,
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = ...,
+    retry: Retry | None = ...,
+) -> T: ...
 
 
 async def call(
@@ -149,6 +195,7 @@ async def call(
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    retry: Retry | None = None,
 ) -> Any:
     """Run ``func(*args, **kwargs)`` on another worker and await the result.
 
@@ -157,7 +204,7 @@ async def call(
     cancels the call, as `CallFuture.cancel` does. Pass a ``timeout`` if the callee should know the deadline.
 
     Args:
-        to, func, args, kwargs, timeout: as of `rpc_sync`.
+        to, func, args, kwargs, timeout, retry: as of `rpc_sync`.
 
     Returns:
         The result; its tensors are copies, which the caller owns.
@@ -172,7 +219,7 @@ async def call(
                 group.create_task(rpc.call(name, torch.add, args=(torch.ones(2), 1)))
     """
     try:
-        return await rpc_async(to, func, args, kwargs, timeout)
+        return await rpc_async(to, func, args, kwargs, timeout, retry)
     except Exception as error:
         raise strip_own_frames(error)
 

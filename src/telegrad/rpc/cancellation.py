@@ -2,7 +2,7 @@
 
 import time
 
-from telegrad.worker.scope import current, stream_closed
+from telegrad.worker.scope import current, not_needed
 
 __all__ = ["cancelled"]
 
@@ -37,7 +37,7 @@ def cancelled() -> bool:
         return False
     if scope.deadline and time.monotonic_ns() >= scope.deadline:
         return True
-    is_stream_closed = stream_closed.get()
-    if is_stream_closed is not None:  # the request that opened the stream has ended
-        return is_stream_closed()
+    is_not_needed = not_needed.get()
+    if is_not_needed is not None:  # of a stream, or of a call with a retry
+        return is_not_needed()
     return bool(scope.worker.engine.is_canceled(scope.connection, scope.call))

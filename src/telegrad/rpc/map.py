@@ -1,6 +1,7 @@
 """Calls of a function for each item of an iterable, many items per message."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from queue import SimpleQueue
@@ -20,6 +21,8 @@ from telegrad.types import To, WorkerInfo
 from telegrad.worker import Worker
 from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.future import CallFuture, Deferred
+from telegrad.worker.calls.retry_policy import Retry, require_retry
+from telegrad.worker.calls.retrying import start_retrying
 from telegrad.worker.default_worker import current_worker
 from telegrad.worker.serving.event_loop import check_blocking
 
@@ -52,7 +55,7 @@ def map(
     in_flight: int | None = ...,
     ordered: bool = ...,
     timeout: float = ...,
-    retry: int = ...,
+    retry: Retry | None = ...,
     progress: bool = ...,
 ) -> Generator[T, None, None]: ...
 @overload
@@ -65,7 +68,7 @@ def map(
     in_flight: int | None = ...,
     ordered: bool = ...,
     timeout: float = ...,
-    retry: int = ...,
+    retry: Retry | None = ...,
     progress: bool = ...,
 ) -> Generator[T, None, None]: ...
 
@@ -79,7 +82,7 @@ def map(
     in_flight: int | None = None,
     ordered: bool = True,
     timeout: float = UNSET_RPC_TIMEOUT,
-    retry: int = 0,
+    retry: Retry | None = None,
     progress: bool = False,
 ) -> Generator[Any, None, None]:
     """Run ``func(item)`` on other workers for each item, and iterate over the results.
@@ -101,8 +104,9 @@ def map(
         ordered: yield results in the order of the items. With False, as chunks are completed.
         timeout: limit in seconds for each chunk, its time in the worker's queue included; -1 is the worker's default,
             0 no limit.
-        retry: number of times that a chunk is sent to another worker because its worker is lost. That worker may have
-            run some of the items, so ``func`` must be idempotent.
+        retry: sends a chunk again because its worker is lost: at once to another worker, or if none is left to the same
+            one, after the pauses of the `telegrad.rpc.Retry`. The lost worker may have run some of the items, so
+            ``func`` must be idempotent.
         progress: show a progress bar, with the package ``rich`` or else ``tqdm``.
 
     Returns:
@@ -131,9 +135,11 @@ def map(
     if worker is None:
         raise NotInitialized
     worker.require_open()
-    for name, value, least in (("chunk", chunk, 1), ("in_flight", in_flight, 1), ("retry", retry, 0)):
+    for name, value, least in (("chunk", chunk, 1), ("in_flight", in_flight, 1)):
         if value is not None:
             _check_integer(name, value, least)
+    if retry is not None:
+        require_retry(retry)
     many = [workers] if isinstance(workers, (str, int, WorkerInfo)) else list(workers)
     if not many:
         raise ValueError("rpc.map needs at least one worker: pass a worker, or a sequence of workers")
@@ -241,7 +247,7 @@ class _Mapping:
         in_flight: int,
         ordered: bool,
         timeout: float,
-        retry: int,
+        retry: Retry | None,
     ) -> None:
         self._worker = worker
         self._callees = callees
@@ -298,7 +304,7 @@ class _Mapping:
             start = source.taken
             items = source.take(self._size or callee.size, None if self._size else CHUNK_BYTES)
             if items:
-                self._send(_Chunk(start, items, self._retry), callee)
+                self._send(_Chunk(start, items, self._retry.attempts - 1 if self._retry else 0), callee)
 
     def _freest(self) -> _Callee | None:
         return min((each for each in self._callees if not each.lost), key=lambda each: each.running, default=None)
@@ -322,11 +328,26 @@ class _Mapping:
 
     def _start(self, chunk: _Chunk, callee: _Callee) -> None:
         arguments = (self._function, chunk.items, self._worker.info.id)
-        chunk.future = self._worker.rpc_async(callee.info.id, run_chunk, arguments, None, self._timeout)
+        self._follow(chunk, callee, self._worker.rpc_async(callee.info.id, run_chunk, arguments, None, self._timeout))
+
+    def _follow(self, chunk: _Chunk, callee: _Callee, future: CallFuture[Reply]) -> None:
+        chunk.future = future
         chunk.callee = callee
         callee.running += 1
         if not self._ordered:
             _add_done_callback(chunk.future, lambda _: self._completed.put(None))
+
+    def _wait_for(self, chunk: _Chunk, callee: _Callee) -> None:
+        """Send a chunk to its lost worker, until that worker is back."""
+        assert self._retry is not None
+        pause = self._retry.pause(self._retry.attempts - chunk.retries)
+        retry = dataclasses.replace(self._retry, attempts=chunk.retries)
+        chunk.retries = 0
+        arguments = (self._function, chunk.items, self._worker.info.id)
+        future = start_retrying(
+            self._worker, callee.info.name, run_chunk, arguments, None, self._timeout, retry, once=False, pause=pause
+        )
+        self._follow(chunk, callee, future)
 
     # ---- completions
 
@@ -359,14 +380,20 @@ class _Mapping:
             chunk.callee = None
             error = future.failure()
             if error is None:
+                callee.lost = False  # it may have come back
                 callee.adapt(future.value())
-            elif isinstance(error, WorkerLost) and not isinstance(error, RemoteError):
+                continue
+            if isinstance(error, WorkerLost) and not isinstance(error, RemoteError):
                 callee.lost = True
-                other = self._freest()
-                if chunk.retries and other is not None:
-                    future._disregard()
-                    chunk.retries -= 1
-                    self._start(chunk, other)
+            if not chunk.retries or self._retry is None or not self._retry.covers(error):
+                continue
+            future._disregard()
+            other = self._freest()
+            if other is not None:
+                chunk.retries -= 1
+                self._start(chunk, other)
+            else:
+                self._wait_for(chunk, callee)
 
     def _take(self, chunk: _Chunk) -> tuple[list[Any], BaseException | None]:
         """Return the results of a chunk that is done, and the error that ended it early."""

@@ -1,8 +1,7 @@
-"""Joining a group: ``init_rpc``, and workers as objects."""
+"""Joining a group: ``init_rpc``."""
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from telegrad.autograd.service import Autograd
 from telegrad.errors import TelegradError
@@ -18,23 +17,15 @@ from telegrad.protocols.leases import Timing
 from telegrad.protocols.membership import MembershipError
 from telegrad.rpc import api, backend_registry
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.calls import Args, Kwargs
-from telegrad.rpc.multicast import multicast
 from telegrad.rpc.options import TensorPipeRpcBackendOptions
-from telegrad.rpc.streams import Items, stream
 from telegrad.rref import RRef
-from telegrad.streams.stream import PREFETCH, Stream
-from telegrad.types import To, WorkerInfo
-from telegrad.worker import Worker as _Worker
-from telegrad.worker import lifecycle_log, membership
+from telegrad.types import WorkerInfo
+from telegrad.worker import Worker, lifecycle_log, membership
 from telegrad.worker.autograd_hooks import WorkerPlugins
-from telegrad.worker.calls.future import CallFuture, Deferred
 
-__all__ = ["Worker", "init_rpc", "is_available", "start_agent"]
+__all__ = ["init_rpc", "is_available", "join", "start_agent"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
-
-T = TypeVar("T")
 
 _LAYERS = WorkerPlugins(RRef, Autograd)
 drop_in: list[bool] = [False]
@@ -161,7 +152,7 @@ def start_agent(store: Store, name: str, rank: int, world_size: int | None, opti
 
 def join(
     store: Store, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions | None
-) -> _Worker:
+) -> Worker:
     """Create the worker, and wait for the other workers of a static group."""
     options, mine = as_options(rpc_backend_options), device_maps.devices_of(rpc_backend_options)
     static = bool(world_size)
@@ -195,7 +186,7 @@ def _join_static(
     options: Options,
     mine: device_maps.Devices,
     timeout: float,
-) -> _Worker:
+) -> Worker:
     """Join the latest attempt of a static group."""
     store = attempts.part()
     try:
@@ -236,213 +227,3 @@ def _join_static(
         raise
     lifecycle_log.joined(worker)
     return worker
-
-
-class Worker:
-    """Worker as an object, for several workers or groups in one process.
-
-    Creating it joins the group, as `init_rpc` does for the process's default worker. Within ``with worker:`` the
-    functions of `telegrad.rpc` use this worker. Its methods always do, from any thread.
-
-    Args:
-        name, rank, world_size, store: as for `init_rpc`.
-        options: `telegrad.rpc.Options`.
-
-    Attributes:
-        info: its name and id.
-
-    Raises:
-        RuntimeError, ValueError, TypeError: as `init_rpc`.
-
-    Example::
-
-        worker = rpc.Worker("trainer0", rank=0, world_size=2)
-        with worker:
-            rpc.rpc_sync("trainer1", print, args=("hello",))
-        worker.shutdown()
-    """
-
-    def __init__(
-        self,
-        name: str,
-        rank: int = -1,
-        world_size: int | None = None,
-        options: RpcBackendOptions | None = None,
-        *,
-        store: Any = None,
-    ) -> None:
-        if store is not None:
-            self._worker = join(store, name, rank, world_size, options)
-        else:
-            self._worker = join_at(
-                name,
-                as_options(options),
-                rank,
-                world_size,
-                lambda part, rank, world_size: join(part, name, rank, world_size, options),
-            )
-        self.info: WorkerInfo = self._worker.info
-
-    def __enter__(self) -> "Worker":
-        self._worker.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._worker.__exit__(*error)
-
-    def __repr__(self) -> str:
-        return repr(self._worker)
-
-    @overload
-    def rpc_sync(
-        self, to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
-    ) -> T: ...
-    @overload
-    def rpc_sync(
-        self, to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
-    ) -> T: ...
-
-    def rpc_sync(
-        self, to: To, func: Callable[..., object], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
-    ) -> Any:
-        """Call a worker and wait, as `telegrad.rpc.rpc_sync` through this worker."""
-        with self._worker:
-            return api.rpc_sync(to, func, args, kwargs, timeout)
-
-    @overload
-    def rpc_async(
-        self, to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
-    ) -> CallFuture[T]: ...
-    @overload
-    def rpc_async(
-        self, to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
-    ) -> CallFuture[T]: ...
-
-    def rpc_async(
-        self, to: To, func: Callable[..., object], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
-    ) -> CallFuture[Any]:
-        """Call a worker, as `telegrad.rpc.rpc_async` through this worker."""
-        with self._worker:
-            return api.rpc_async(to, func, args, kwargs, timeout)
-
-    @overload
-    async def call(
-        self, to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
-    ) -> T: ...
-    @overload
-    async def call(
-        self, to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
-    ) -> T: ...
-
-    async def call(
-        self, to: To, func: Callable[..., object], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
-    ) -> Any:
-        """Call a worker and await it, as `telegrad.rpc.call` through this worker."""
-        return await self.rpc_async(to, func, args, kwargs, timeout)
-
-    @overload
-    def multicast(
-        self,
-        to: Iterable[To],
-        func: Callable[..., Deferred[T]],
-        args: Args = None,
-        kwargs: Kwargs = None,
-        timeout: float = ...,
-    ) -> list[CallFuture[T]]: ...
-    @overload
-    def multicast(
-        self, to: Iterable[To], func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
-    ) -> list[CallFuture[T]]: ...
-
-    def multicast(
-        self,
-        to: Iterable[To],
-        func: Callable[..., object],
-        args: Args = None,
-        kwargs: Kwargs = None,
-        timeout: float = -1.0,
-    ) -> list[CallFuture[Any]]:
-        """Call several workers, as `telegrad.rpc.multicast` through this worker."""
-        with self._worker:
-            return multicast(to, func, args, kwargs, timeout)
-
-    @overload
-    def stream(
-        self,
-        to: To,
-        func: Callable[..., Items[T]],
-        args: Args = None,
-        kwargs: Kwargs = None,
-        timeout: float = ...,
-        *,
-        prefetch: int = ...,
-    ) -> Stream[T]: ...
-    @overload
-    def stream(
-        self,
-        to: To,
-        func: Callable[..., object],
-        args: Args = None,
-        kwargs: Kwargs = None,
-        timeout: float = ...,
-        *,
-        prefetch: int = ...,
-    ) -> Stream[Any]: ...
-
-    def stream(
-        self,
-        to: To,
-        func: Callable[..., object],
-        args: Args = None,
-        kwargs: Kwargs = None,
-        timeout: float = -1.0,
-        *,
-        prefetch: int = PREFETCH,
-    ) -> Stream[Any]:
-        """Open a stream, as `telegrad.rpc.stream` through this worker."""
-        with self._worker:
-            return stream(to, func, args, kwargs, timeout, prefetch=prefetch)
-
-    @overload
-    def remote(
-        self, to: To, func: Callable[..., Deferred[T]], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
-    ) -> RRef[T]: ...
-    @overload
-    def remote(
-        self, to: To, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = ...
-    ) -> RRef[T]: ...
-
-    def remote(
-        self, to: To, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = -1.0
-    ) -> RRef[Any]:
-        """Create a value on a worker, as `telegrad.rpc.remote` through this worker."""
-        with self._worker:
-            return api.remote(to, func, args, kwargs, timeout)
-
-    def rref(self, value: T) -> RRef[T]:
-        """Create a reference to a value of this worker, which owns it.
-
-        Args:
-            value: anything; it is not copied.
-        """
-        with self._worker:
-            return RRef(value)
-
-    def get_worker_info(self, worker_name: str | int | None = None) -> WorkerInfo:
-        """Look up a worker, by default this one, like `telegrad.rpc.get_worker_info`."""
-        return self.info if worker_name is None else self._worker.members.resolve(worker_name)
-
-    def get_worker_infos(self) -> list[WorkerInfo]:
-        """List all workers of the group, in the order of their ids."""
-        return self._worker.members.infos()
-
-    def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
-        """Leave the group, as `telegrad.rpc.shutdown` of this worker.
-
-        A further call does nothing, except that it waits for one in progress on another thread.
-        """
-        if self._worker.closed:
-            self._worker.close()
-            return
-        with self._worker:
-            api.shutdown_worker(self._worker, graceful, timeout)

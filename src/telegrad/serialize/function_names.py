@@ -7,6 +7,7 @@ sent once per connection. Caller and callee resolve the name at every call. So a
 
 import functools
 import pickle
+import pickletools
 import sys
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import cloudpickle
 from telegrad.serialize.module_imports import ensure_imported, import_parents_first
 from telegrad.serialize.pickle_by_value import is_importable
 
-__all__ = ["BY_VALUE", "NameTable", "NotByName", "resolve", "resolver"]
+__all__ = ["BY_VALUE", "NameTable", "NotByName", "readable", "resolve", "resolver"]
 
 _BY_PATH = b"G"  # module and dotted name
 _BY_PICKLE = b"P"  # the pickled function; for torch's builtins, which are not found in their modules
@@ -78,6 +79,11 @@ class NameTable:
                 self._next += 1
         return found
 
+    def texts(self) -> dict[int, bytes]:
+        """Return the names by number. Takes no lock."""
+        known = {entry.number: entry.text for entry in self.known.copy().values()}
+        return known | dict(self.methods.copy().values())
+
     def _learn(self, function: object) -> _Known:
         home, module, path, text = _name_of(function)
         with self._lock:
@@ -136,6 +142,14 @@ def resolve(text: bytes) -> Any:
         ModuleNotFoundError: The module does not exist in this process. Importing it may raise other errors.
     """
     return resolver(text)()
+
+
+def readable(text: bytes) -> str:
+    """Return a name for people; imports and unpickles nothing."""
+    kind, rest = text[:1], text[1:]
+    if kind == _BY_PICKLE:
+        return ".".join(part for _, part, _ in pickletools.genops(rest) if isinstance(part, str))
+    return rest.decode(errors="replace").replace("\0", ".")
 
 
 def resolver(text: bytes) -> Callable[[], Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from telegrad.errors import NotInitialized
 from telegrad.streams.batches import CLOSED, ENDED, LIVE, SOLITARY, WireBatch, copy_item, size_of
 from telegrad.streams.producer import BATCH_TIME, Ended, log_close_error
-from telegrad.worker.scope import Scope, caller_flags, caller_state, stream_closed
+from telegrad.worker.scope import Scope, caller_flags, caller_state, not_needed
 
 __all__ = ["AsyncProducer"]
 
@@ -104,7 +104,7 @@ class AsyncProducer:
     # ---- the iterator
 
     async def _run(self) -> None:
-        stream_closed.set(lambda: self._is_closing)
+        not_needed.set(lambda: self._is_closing)
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         error: BaseException | None = None
         step = self._iterator.__anext__

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from telegrad.serialize.tracebacks import show_exception, traceback_of
 from telegrad.streams.batches import CLOSED, ENDED, OPEN, SOLITARY, WireBatch, copy_item, size_of
-from telegrad.worker.scope import Scope, caller_flags, caller_state, stream_closed
+from telegrad.worker.scope import Scope, caller_flags, caller_state, not_needed
 from telegrad.worker.serving.torch_state import CoroutineTorchState
 
 __all__ = ["BATCH_TIME", "Ended", "Producer", "log_close_error"]
@@ -74,7 +74,7 @@ class Producer:
         self._state = CoroutineTorchState(caller_flags(), caller_state(), scope)
         self._lock = threading.Lock()
         self._items: list[Any] = []  # the batch
-        self._context.run(stream_closed.set, self._was_closed)
+        self._context.run(not_needed.set, self._was_closed)
 
     def current_run(self) -> tuple[object, ...] | None:
         """Return a value that identifies the run in progress; None if there is none."""

@@ -114,6 +114,9 @@ class AutogradHooks(Protocol[C]):
     def busy(self) -> bool:
         """Return whether a backward pass is running."""
 
+    def stats(self) -> dict[str, int]:
+        """Return the numbers of passes and contexts under torch's names."""
+
     # ---- the group
 
     def peer_lost(self, peer: int, why: str) -> None:

@@ -99,6 +99,13 @@ class ClosedEngine:
 
     reply: Callable[..., bool] = is_open
 
+    def find_request(self, *_: object) -> None:
+        """Return None: no request is running."""
+
+    def snapshot(self) -> tuple[None, dict[int, object]]:
+        """Return nothing: there are neither calls nor connections."""
+        return None, {}
+
     def lend(self, *_: object) -> None:
         """Return None: there is no link that could lease memory."""
 

@@ -12,7 +12,7 @@ from telegrad.options import Options
 from telegrad.types import WorkerInfo
 from telegrad.worker.members import Members
 
-__all__ = ["connected", "joined", "left", "lost", "peer_left"]
+__all__ = ["connected", "joined", "left", "lost", "peer_left", "why_not_faster"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -58,12 +58,13 @@ def connected(worker: Joined, peer: int, text: str) -> None:
     name, direction, address = text.split(" ", 2)
     transport, _, place = address.partition(":")
     where = f", {direction} {place}" if transport == "tcp" and place else ""
-    why = _why_not_faster(worker, peer, name, transport)
-    logger.info("worker %s is connected to %s over %s%s%s", worker.info.name, name, transport, where, why)
+    why = why_not_faster(worker, peer, name, transport)
+    because = f" ({why})" if why else ""
+    logger.info("worker %s is connected to %s over %s%s%s", worker.info.name, name, transport, where, because)
 
 
-def _why_not_faster(worker: Joined, peer: int, name: str, transport: str) -> str:
-    """Return why no transport is used that the worker's options prefer to this one."""
+def why_not_faster(worker: Joined, peer: int, name: str, transport: str) -> str:
+    """Return why no preferred transport is used; "" if the options prefer none."""
     mine = worker.options.transports
     better = mine[: mine.index(transport)] if transport in mine else ()
     member = worker.members.get(peer)
@@ -71,10 +72,10 @@ def _why_not_faster(worker: Joined, peer: int, name: str, transport: str) -> str
         return ""
     same_host = member.host == worker.host
     if candidates(member.addresses, same_host, better):
-        return f" (not {' or '.join(better)}: the attempt failed; the worker that connected logs why)"
+        return f"not {' or '.join(better)}: the attempt failed; the worker that connected logs why"
     if not same_host and candidates(member.addresses, True, better):
-        return f" (not {' or '.join(better)}: {name} is on another host, or in another network namespace)"
-    return f" (not {' or '.join(better)}: {name} does not listen there, by its option transports)"
+        return f"not {' or '.join(better)}: {name} is on another host, or in another network namespace"
+    return f"not {' or '.join(better)}: {name} does not listen there, by its option transports"
 
 
 def lost(worker: Subject, peer: int, why: str) -> None:

@@ -14,6 +14,7 @@ from telegrad.worker.closed import AnyEngine
 from telegrad.worker.members import Members
 from telegrad.worker.membership_service import MembershipService
 from telegrad.worker.refs.references import References
+from telegrad.worker.serving.once import RememberedRuns
 from telegrad.worker.shutdown_barrier import GracefulShutdown
 
 __all__ = ["MemberChanges"]
@@ -32,6 +33,7 @@ class MemberChanges:
     members: Members
     membership: MembershipService | None
     references: References
+    remembered_runs: RememberedRuns
     autograd: AutogradHooks[Any]
     shutdown: GracefulShutdown
 
@@ -42,7 +44,10 @@ class MemberChanges:
         """
         if member.id == self.info.id:
             return
+        known = self.members.get(member.id)
         returned = self.members.add(member)
+        if known is not None and known.incarnation < member.incarnation:
+            self.remembered_runs.forget_caller(known.incarnation)
         if returned or member.id in self.members.lost:
             self.members.mark_present(member.id)
             self.references.peer_joined(member.id)
@@ -55,6 +60,7 @@ class MemberChanges:
     def remove_member(self, worker_id: int, reason: str) -> None:
         """Remove a worker that has left the group."""
         incarnation = self.members.connected.get(worker_id, 0)
+        self.remembered_runs.forget_caller(incarnation)
         self.members.retire(worker_id)
         self.engine.disconnect(worker_id, reason)
         self._release_peer(worker_id, reason, gone=True)
@@ -64,6 +70,7 @@ class MemberChanges:
 
     def lose_member(self, worker_id: int, incarnation: int, reason: str) -> None:
         """Remove a worker that the group has lost. A static group keeps its name."""
+        self.remembered_runs.forget_caller(incarnation)
         if not self.static:
             self.members.retire(worker_id, reason)
         if self.members.connected.get(worker_id, 0) <= incarnation:  # not if its successor has connected already
@@ -96,6 +103,8 @@ class MemberChanges:
         if member is not None and incarnation < member.incarnation:  # `add_member` has added its new process
             self._release_peer(peer, reason, gone=False)
             return
+        if departed:
+            self.remembered_runs.forget_caller(incarnation)
         gone = departed or peer in self.members.lost  # else messages to it may begin another session
         if departed:
             lifecycle_log.peer_left(self, peer, reason)

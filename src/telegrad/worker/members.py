@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from telegrad.errors import UnknownWorker, WorkerLost
 from telegrad.group.rendezvous import Member
@@ -28,7 +29,7 @@ class Members:
         self.connected: dict[int, int] = {}  # incarnations of the workers with an open connection
         self._info = info
         self._refresh = refresh
-        self._ends: dict[str | int, str] = {}  # names and ids of workers that died in a dynamic group, and the reason
+        self._ends: dict[str | int, tuple[WorkerInfo, str]] = {}  # workers that died in a dynamic group, and the reason
         self._members: dict[int, Member] = {}
         self._retired: set[int] = set()  # ids of workers that have left the group
         self._incarnations: dict[int, int] = {}  # of the newest known processes
@@ -71,7 +72,8 @@ class Members:
                 self.by_key.pop(worker_id, None)
                 self._retired.add(worker_id)
                 if death:
-                    self._ends[member.name] = self._ends[worker_id] = death
+                    end = WorkerInfo(member.name, worker_id), death
+                    self._ends[member.name] = self._ends[worker_id] = end
 
     def get(self, worker_id: int) -> Member | None:
         """Return the record of another worker; None if it is not in the group."""
@@ -112,10 +114,22 @@ class Members:
             self._refresh()
             info = self.by_key.get(to)
         if info is None and to in self._ends:
-            raise WorkerLost(self.name_of(to) if isinstance(to, int) else to, self._ends[to])
+            dead, reason = self._ends[to]
+            raise WorkerLost(dead.name, reason)
         if info is None:
             raise UnknownWorker((self._info.name, self._info.id), to, tuple(i.name for i in self.infos()))
         return info
+
+    def resolve_any(self, to: object) -> WorkerInfo:
+        """Return a worker as `resolve` does, also one that died."""
+        try:
+            return self.resolve(to)
+        except WorkerLost:
+            key: Any = to.id if isinstance(to, WorkerInfo) else to
+            end = self._ends.get(key)
+            if end is None:  # it has just come back
+                return self.resolve(to)
+            return end[0]
 
     # ---- connections and losses
 

@@ -10,6 +10,7 @@ import math
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from telegrad.errors import TelegradError, WorkerLost
@@ -151,13 +152,7 @@ def join_dynamic(
     reservation = reserve(log, name, rank, options, wait)
     worker, service = create_worker(reservation, log, group, options, store_at, plugins)
     worker.static = False
-    try:
-        commit(worker, service, worker.member)
-        serve(worker, service, store)
-    except BaseException:
-        worker.close()
-        raise
-    service.announce()
+    _enter(worker, service, store, worker.member)
     return worker
 
 
@@ -198,18 +193,7 @@ def rejoin_static(
             " its store when all members had joined. Give the group a secret (TELEGRAD_SECRET) before it starts."
         )
     worker, service = create_worker(reservation, log, group, options, store_at, plugins)
-    try:
-        worker.shutdown.set_members([member.id for member in founders if member.id != info.id])
-        for member in founders:
-            if member.id not in log.view.members and member.id != info.id:  # lost: it may come back as well
-                worker.add_member(member)
-                worker.shutdown.peer_gone(member.id, False)
-        commit(worker, service, worker.member._replace(devices=devices))
-        serve(worker, service, store)
-    except BaseException:
-        worker.close()
-        raise
-    service.announce()
+    _enter(worker, service, store, worker.member._replace(devices=devices), founders)
     return worker
 
 
@@ -242,6 +226,36 @@ def create_worker(
     worker.on_close.append(service.stop)
     service.start()
     return worker, service
+
+
+def _enter(
+    worker: Worker, service: MembershipService, store: Store, member: Member, founders: Sequence[Member] = ()
+) -> None:
+    """Enter the group; the live members know the worker on return.
+
+    If that fails, the worker is closed.
+
+    Args:
+        worker: The new worker.
+        service: Its membership.
+        store: Store of the group.
+        member: Its record.
+        founders: Members with which a static group began.
+    """
+    try:
+        others = [founder for founder in founders if founder.id != worker.info.id]
+        if founders:
+            worker.shutdown.set_members([founder.id for founder in others])
+        for founder in others:
+            if founder.id not in service.log.view.members:  # lost: it may come back as well
+                worker.add_member(founder)
+                worker.shutdown.peer_gone(founder.id, False)
+        commit(worker, service, member)
+        serve(worker, service, store)
+    except BaseException:
+        worker.close()
+        raise
+    service.announce()
 
 
 def serve(worker: Worker, service: MembershipService, store: Store) -> None:

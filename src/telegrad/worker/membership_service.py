@@ -85,6 +85,7 @@ class MembershipService:
         self._wake = threading.Event()
         self._stopped = False
         self._release = True  # the lease, at the end
+        self.renewed: float = time.monotonic()  # when the lease was last renewed
         self._is_member = False
         self._has_left = False
         self._suspects: deque[tuple[int, int, str, bool]] = deque()
@@ -111,6 +112,11 @@ class MembershipService:
     def notify(self) -> None:
         """Have the thread read the log. Never blocks."""
         self._wake.set()
+
+    def lease_ages(self) -> dict[int, float]:
+        """Return the seconds since each observed lease has changed. Takes no lock."""
+        now = time.monotonic()
+        return {number: now - watch.changed for (number, _), watch in self._watches.copy().items()}
 
     def suspect(self, peer: int, incarnation: int, why: str, departed: bool) -> None:
         """Have the thread check a member after its connections have ended. Never blocks.
@@ -220,6 +226,8 @@ class MembershipService:
                 if is_due and not self._lease.renew():
                     self._worker.fence("another process has taken its name")
                     return
+                if is_due:
+                    self.renewed = now
                 if self._is_member:
                     self._check_members(is_due)
                 self._reply()

@@ -27,9 +27,9 @@ __all__ = [
     "current_chain",
     "enter_chain",
     "handler_state",
+    "not_needed",
     "outside_contexts",
     "remaining",
-    "stream_closed",
 ]
 
 
@@ -49,8 +49,8 @@ class Scope(NamedTuple):
 Autocast: TypeAlias = tuple[tuple[str, str], ...] | None  # see `caller_state`
 current: ContextVar[Scope | None] = ContextVar("telegrad_scope", default=None)
 
-stream_closed: ContextVar[Callable[[], bool] | None] = ContextVar("telegrad_stream_closed", default=None)
-"""In a generator whose items are streamed: returns whether its reader has closed the stream."""
+not_needed: ContextVar[Callable[[], bool] | None] = ContextVar("telegrad_not_needed", default=None)
+"""In a streamed generator, and in a function that runs once: returns whether the caller needs no result."""
 
 _NO_GRAD, _INFERENCE = int(Flag.NO_GRAD), int(Flag.INFERENCE)  # operations of enums take microseconds
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", None)

@@ -32,10 +32,11 @@ class Timers:
         with self._changed:
             if self._stopped:
                 return
-            heapq.heappush(self._waiting, (time.monotonic() + seconds, next(self._numbers), function))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                thread.start()  # may fail; then the next timer tries again
+                self._thread = thread
+            heapq.heappush(self._waiting, (time.monotonic() + seconds, next(self._numbers), function))
             self._changed.notify()
 
     def owns_current_thread(self) -> bool:

@@ -29,7 +29,11 @@ from telegrad.worker.autograd_hooks import AutogradHooks, WorkerPlugins
 from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.messages import Messages
+from telegrad.worker.calls.retrying import Retries
 from telegrad.worker.closed import AnyEngine, AnyServer, ClosedEngine
+from telegrad.worker.diagnostics import signal_dump
+from telegrad.worker.diagnostics.running import RunningHandlers
+from telegrad.worker.diagnostics.watchdog import Watchdog
 from telegrad.worker.member_changes import MemberChanges
 from telegrad.worker.members import Members
 from telegrad.worker.membership_service import MembershipService
@@ -39,6 +43,7 @@ from telegrad.worker.scope import Scope, current
 from telegrad.worker.serving.dispatch import Dispatcher
 from telegrad.worker.serving.event_loop import EventLoop
 from telegrad.worker.serving.handlers import Handlers
+from telegrad.worker.serving.once import RememberedRuns
 from telegrad.worker.serving.thread_pool import CANCEL, COMPLETION, EVENT, ONEWAY, ThreadPool
 from telegrad.worker.shutdown_barrier import GracefulShutdown
 from telegrad.worker.timers import Timers
@@ -180,7 +185,16 @@ class Worker(MemberChanges):
                 CANCEL: self.handlers.cancel,
             },
         )
+        self.running: RunningHandlers = RunningHandlers(self.pool, self.find_request, self.members.name_of)
+        self.retries: Retries = Retries()
+        self.remembered_runs: RememberedRuns = RememberedRuns(self.timers.call_later)
+        self.watchdog: Watchdog = Watchdog(
+            info.name, options.stuck_handler_timeout, self.running, self.timers.call_later
+        )
+        self.pool.on_growth = self.watchdog.start  # the first thread of the pool alone runs no handler for long
         self.pool.start()
+        if options.dump_on_sigusr2:
+            signal_dump.install()
         process_hooks.register(self)
 
     def __repr__(self) -> str:
@@ -236,6 +250,10 @@ class Worker(MemberChanges):
     def is_open(self, connection: int) -> bool:
         """Return whether the session of a connection has not ended."""
         return self.engine.is_open(connection)
+
+    def find_request(self, connection: int, call: int) -> _core.RequestSnapshot | None:
+        """Return a request that has begun and has no reply; None if there is none."""
+        return self.engine.find_request(connection, call)
 
     def _set_epoch(self, peer: int, epoch: int) -> None:
         self.engine.set_epoch(peer, epoch)
@@ -317,6 +335,8 @@ class Worker(MemberChanges):
         self.references.closed = True
         self.engine.stop(int(_STOP_LINGER * _SECOND))
         try:
+            self.retries.close()
+            self.remembered_runs.close()
             for close in self.on_close:
                 close()
             until = time.monotonic() + _JOIN_TIMEOUT

@@ -14,6 +14,7 @@ __all__ = [
     "checked_arguments",
     "find_builtin",
     "find_function",
+    "full_name_of",
     "is_scripted",
     "method_of",
     "name_of",
@@ -27,6 +28,11 @@ __all__ = [
 def name_of(function: object) -> str:
     """Return the name of a function, for error messages."""
     return getattr(function, "__qualname__", None) or repr(function)
+
+
+def full_name_of(function: object) -> str:
+    """Return the name of a function with its module, for people."""
+    return f"{getattr(function, '__module__', '?')}.{name_of(function)}"
 
 
 def is_scripted(function: object) -> bool:

@@ -65,7 +65,8 @@ class InterceptedCall:
     Attributes:
         kind: at the caller ``"sync"``, ``"async"`` (also `telegrad.rpc.call` and `telegrad.rpc.multicast`),
             ``"remote"`` or ``"to_here"``; at the callee ``"call"`` or ``"remote"``. At both, ``"stream"`` when a stream
-            is opened and ``"map"`` for a chunk of `telegrad.rpc.map`.
+            is opened, ``"map"`` for a chunk of `telegrad.rpc.map`, and ``"retry"`` for an attempt of a call with
+            `telegrad.rpc.Retry`.
         peer: name of the other worker.
         function: the function. At the caller of a method of a reference the method's name, and None for ``to_here``.
         args: positional arguments. Of a chunk: one, the list of its items.

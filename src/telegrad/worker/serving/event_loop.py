@@ -8,6 +8,7 @@ would stop the others, and would never end if it waited for one of them. So bloc
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 from telegrad.errors import Cancelled, NotInitialized, TelegradError
 from telegrad.worker import process_hooks
+from telegrad.worker.calls.callables import full_name_of
 from telegrad.worker.calls.tracing import Recording, recording
 from telegrad.worker.scope import Autocast, Scope, caller_flags, caller_state, current
 from telegrad.worker.serving.torch_state import CoroutineTorchState
@@ -146,11 +148,26 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) ->
 
 
 class Deferred:
-    """Request with a deferred result, and how to cancel its work."""
+    """Request with a deferred result, and how to cancel its work.
 
-    def __init__(self) -> None:
+    Args:
+        peer: Id of the caller.
+        handler: The function.
+        deadline: Deadline of the request, monotonic ns; 0 for none.
+    """
+
+    def __init__(self, peer: int, handler: object, deadline: int) -> None:
+        self.peer = peer
+        self.handler = handler
+        self.deadline = deadline
+        self.since: float = time.monotonic()
         self.canceled: bool = False  # the caller has canceled the request, or is lost
         self._cancel: Callable[[], object] | None = None
+
+    @property
+    def function(self) -> str:
+        """Return the name of the function."""
+        return full_name_of(self.handler)
 
     def begin(self, cancel: Callable[[], object]) -> None:
         """Set the function that cancels the work; call it if it was canceled meanwhile.

@@ -195,6 +195,10 @@ class Handlers:
         """Return the number of requests with a deferred result."""
         return len(self._deferred)
 
+    def deferred_requests(self) -> dict[tuple[int, int], Deferred]:
+        """Return the requests with a deferred result by connection and call."""
+        return self._deferred.copy()
+
     def update_recording(self) -> None:
         """Have Python prepare all requests if a profile or interceptor needs them."""
         self.worker.server.record_all(tracing.observer.serving or bool(self.interceptors.chain))
@@ -297,7 +301,7 @@ class Handlers:
         if process_hooks.forked:
             process_hooks.leave_child(None)
         if type(result) is CoroutineType:
-            deferred = self._defer(info)
+            deferred = self._defer(info, function)
             flags, autocast = (0, None) if slow is None else (slow.flags, slow.metadata.autocast)
             deferred.begin(
                 self.loop.run(
@@ -308,18 +312,20 @@ class Handlers:
             return
         if not isinstance(result, torch._C.Future):
             raise not_a_future(result, function)
-        deferred = self._defer(info)
+        deferred = self._defer(info, function)
         result.add_done_callback(lambda done: self._complete(info, done))
         if isinstance(function, InterceptedHandler):
             deferred.begin(function.cancel)
         elif isinstance(result, CallFuture):
             deferred.begin(result.cancel)
 
-    def _defer(self, info: RequestInfo) -> Deferred:
+    def _defer(self, info: RequestInfo, function: object) -> Deferred:
         """Register a request with a deferred result, before the result can arrive."""
-        deferred = self._deferred[info.connection, info.call] = Deferred()
+        if isinstance(function, InterceptedHandler):
+            function = function.function
+        deferred = self._deferred[info.connection, info.call] = Deferred(info.peer, function, info.deadline)
         if info.target is None and self.engine.detach(info.connection, info.call, True):
-            deferred.cancel()
+            self._cancel(deferred, info.connection, info.call)
         return deferred
 
     def cancel(self, item: tuple[Any, ...]) -> None:
@@ -327,7 +333,12 @@ class Handlers:
         _, _, connection, call = item
         deferred = self._deferred.get((connection, call))
         if deferred is not None:
-            deferred.cancel()
+            self._cancel(deferred, connection, call)
+
+    def _cancel(self, deferred: Deferred, connection: int, call: int) -> None:
+        if self.engine.is_open(connection):  # else the caller may ask again in its next session
+            self.worker.remembered_runs.cancel((connection, call))
+        deferred.cancel()
 
     def _complete(self, info: RequestInfo, done: torch.futures.Future[object]) -> None:
         try:

@@ -77,6 +77,11 @@ class InterceptedHandler:
         self._started: list[CallFuture[Any]] = []  # results that were not done
         self._is_canceled = False
 
+    @property
+    def function(self) -> Callable[..., object]:
+        """The handler."""
+        return self._function
+
     def __call__(self, *args: object, **kwargs: object) -> object:
         carrier = self._carrier
         if carrier is None:

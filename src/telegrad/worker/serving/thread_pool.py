@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any
 
 from telegrad import _core
@@ -45,7 +46,8 @@ class ThreadPool:
         self._name = name
         self._handle = handle
         self._lock = threading.Lock()
-        self._threads: set[threading.Thread] = set()
+        self.contexts: dict[threading.Thread, Context] = {}  # of the running threads, for `telegrad.worker.diagnostics`
+        self.on_growth: Callable[[], object] = lambda: None  # called when further threads start
         self._count = 0
         self._thread_limit_hit = False  # logged already
         self._jobs: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -55,12 +57,13 @@ class ThreadPool:
         with self._lock:
             self._count += 1
             name, me = f"telegrad-{self._name}-{self._count}", _core.PoolThread()
-            thread = threading.Thread(target=self._serve, args=(me,), name=name, daemon=True)
-            self._threads.add(thread)
+            context = Context()  # as a new thread has, but other threads can read it
+            thread = threading.Thread(target=context.run, args=(self._serve, me), name=name, daemon=True)
+            self.contexts[thread] = context
             try:
                 thread.start()
             except BaseException:
-                self._threads.discard(thread)
+                self.contexts.pop(thread, None)
                 raise
 
     def submit(self, job: Callable[..., None], *arguments: object) -> None:
@@ -103,13 +106,14 @@ class ThreadPool:
             del server  # a stored traceback may keep this frame
             _core.release()
             with self._lock:
-                self._threads.discard(threading.current_thread())
+                self.contexts.pop(threading.current_thread(), None)
 
     def _start_another(self) -> None:
         """Start another thread; if that fails, the core asks again with a later item."""
         try:
             self.start()
             self._thread_limit_hit = False
+            self.on_growth()
         except BaseException as e:
             self._engine.spawn_failed()
             if self._thread_limit_hit:
@@ -120,17 +124,17 @@ class ThreadPool:
                 " threads (ulimit -u, or the container's) or lower num_worker_threads.",
                 self._name,
                 e,
-                len(self._threads),
+                len(self.contexts),
             )
 
     def owns_current_thread(self) -> bool:
         """Return whether the calling thread belongs to this pool."""
-        return threading.current_thread() in self._threads
+        return threading.current_thread() in self.contexts
 
     def threads(self) -> list[threading.Thread]:
         """Return the running threads."""
         with self._lock:
-            return list(self._threads)
+            return list(self.contexts)
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for all threads except the calling one, after the engine has stopped.
@@ -144,7 +148,7 @@ class ThreadPool:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._lock:
-                others = [t for t in self._threads if t is not threading.current_thread()]
+                others = [t for t in self.contexts if t is not threading.current_thread()]
             if not others:
                 return True
             others[0].join(None if deadline is None else max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,106 @@
+#include "core/snapshot.h"
+
+#include "core/engine.h"
+
+namespace telegrad {
+
+Snapshot Engine::snapshot(const std::function<void(std::uint64_t, const KeepAlive&)>& on_target) {
+  Snapshot out;
+  Lock lock(parts_.mutex);
+  out.at = now();
+  parts_.calls.describe(out, on_target);
+  parts_.queue.describe(out);
+  parts_.canceler.describe(out);
+  parts_.peers.describe(out);
+  return out;
+}
+
+void CallTable::describe(Snapshot& out, const std::function<void(std::uint64_t, const KeepAlive&)>& on_target) {
+  slab_.for_each([&](std::uint64_t id, const Call& call) {
+    if (call.status != CallStatus::kPending) return;
+    if (call.target) on_target(id, *call.target);
+    out.calls.push_back(
+        {.id = id, .peer = call.peer, .name_id = call.name_id, .connection = call.connection, .since = call.since});
+  });
+}
+
+namespace {
+
+RequestSnapshot describe(const RunningRequest& r) {
+  return {.connection = r.connection,
+          .call = r.call,
+          .peer = r.peer,
+          .state = RequestSnapshot::State::kRunning,
+          .since = r.since};
+}
+
+}  // namespace
+
+std::optional<RequestSnapshot> Engine::find_request(std::uint64_t connection, std::uint64_t call) {
+  Lock lock(parts_.mutex);
+  if (const RunningRequest* running = parts_.queue.find_running(connection, call)) return describe(*running);
+  return parts_.canceler.find(connection, call);
+}
+
+void WorkQueue::describe(Snapshot& out) const {
+  for (const auto* queue : {&nested_, &top_}) {
+    for (const WorkItem& item : *queue) {
+      out.requests.push_back({.connection = item.connection,
+                              .call = item.message.header.call_id,
+                              .peer = item.peer,
+                              .state = RequestSnapshot::State::kQueued,
+                              .since = item.since,
+                              .deadline = item.deadline,
+                              .name = item.name ? item.name->text : ""});
+    }
+  }
+  for (const RunningRequest& r : requests_of_threads_) {
+    if (r.call != 0) out.requests.push_back(telegrad::describe(r));
+  }
+}
+
+RequestSnapshot Canceler::describe(const Key& key, const Detached& request) {
+  using State = RequestSnapshot::State;
+  return {.connection = key.first,
+          .call = key.second,
+          .peer = request.peer,
+          .state = request.deferred ? State::kDeferred : State::kParked,
+          .since = request.since,
+          .name = request.name ? request.name->text : ""};
+}
+
+std::optional<RequestSnapshot> Canceler::find(std::uint64_t connection, std::uint64_t call) const {
+  const auto found = detached_.find({connection, call});
+  if (found == detached_.end()) return std::nullopt;
+  return describe(found->first, found->second);
+}
+
+void Canceler::describe(Snapshot& out) const {
+  for (const auto& [key, request] : detached_) out.requests.push_back(describe(key, request));
+}
+
+void Peers::describe(Snapshot& out) const {
+  for (const auto& [id, peer] : peers_) {
+    out.peers.push_back({.id = id,
+                         .name = peer.identity.name,
+                         .incarnation = peer.agreement.incarnation(),
+                         .connection = peer.connection ? peer.connection->id : 0,
+                         .epoch = peer.epoch,
+                         .connecting = peer.connecting,
+                         .pending = peer.pending.size(),
+                         .last_error = peer.last_error});
+  }
+  for (const auto& [id, c] : connections_) {
+    out.connections.push_back({.id = id,
+                               .peer = c->peer,
+                               .open = c->state == Connection::State::kOpen,
+                               .initiator = c->initiator,
+                               .stalled = c->stalled,
+                               .address = c->link->describe(),
+                               .source = c->source,
+                               .lanes = c->link->lanes(),
+                               .unprocessed = c->outstanding});
+  }
+}
+
+}  // namespace telegrad

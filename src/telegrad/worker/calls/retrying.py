@@ -1,0 +1,253 @@
+"""Calls that are made again after a loss, by their `Retry`."""
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
+from typing import Any
+
+from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, UnknownWorker, WorkerLost
+from telegrad.worker.calls.callables import full_name_of, name_of
+from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.pending_work import PendingWork
+from telegrad.worker.calls.retry_policy import Retry, require_retry
+from telegrad.worker.scope import Scope, caller_flags, caller_state, current, handler_state, remaining
+from telegrad.worker.serving.once import run_once
+
+__all__ = ["Retries", "start_retrying", "wait_or_cancel"]
+
+_WINDOW = 300.0  # s after its end, and before the next attempt, for which the callee keeps a result
+
+_numbers = itertools.count(1)
+
+
+class Retries:
+    """Calls with a `Retry` of one worker."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, RetryingCall] = {}
+
+    def add(self, number: int, call: "RetryingCall") -> None:
+        """Add a call that has begun."""
+        self._calls[number] = call
+
+    def remove(self, number: int) -> None:
+        """Remove a call that has ended."""
+        self._calls.pop(number, None)
+
+    def describe(self) -> tuple[str, ...]:
+        """Return a text for each call. Takes no lock."""
+        return tuple(call.describe() for call in self._calls.copy().values())
+
+    def functions(self) -> dict[int, str]:
+        """Return the functions by the call of their latest attempt. Takes no lock."""
+        return {call.attempt: call.function for call in self._calls.copy().values()}
+
+    def close(self) -> None:
+        """End all calls: the worker has closed, and its timers end."""
+        for call in self._calls.copy().values():
+            call.work.end(call.closed_error())
+
+
+class RetryingCall:
+    """Call that may need several attempts, one after the other.
+
+    The later attempts run on pool threads, in the scope and torch state of the caller.
+
+    Args:
+        worker: The caller (`telegrad.worker.worker.Worker`).
+        to: Name, id or info of the callee. A worker that takes the name of a lost callee replaces it.
+        function: The function.
+        args: Its positional arguments. They have to stay unchanged until the call ends.
+        kwargs: Its keyword arguments.
+        timeout: Limit of all attempts together in ns; 0 for none.
+        retry: The policy.
+        once: The callee remembers the result, and runs the function once.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        to: object,
+        function: Callable[..., Any],
+        args: Sequence[object] | None,
+        kwargs: Mapping[str, object] | None,
+        timeout: int,
+        retry: Retry,
+        once: bool,
+    ) -> None:
+        info = worker.members.resolve_any(to)
+        timeout = remaining(timeout, current.get())
+        self.text: str = f"{name_of(function)} on {info.name}"
+        self._worker = worker
+        self._name = info.name
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs
+        self._retry = retry
+        self._once = once
+        self._number = next(_numbers)
+        self._key = self._number  # of the function's run; another one after an error of the function
+        self._attempt = 0
+        self._timeout = timeout
+        self._deadline = time.monotonic_ns() + timeout if timeout else 0
+        self._flags, self._autocast = caller_flags(), caller_state()
+        self.future: CallFuture[Any] = worker.calls.future_of(info.id, function, timeout)
+        self.work: PendingWork = PendingWork(self.future, self.text)
+        self._context = copy_context()
+        scope = current.get()
+        scope = Scope(worker, 0, True) if scope is None else scope._replace(nested=True, request=False)
+        self._context.run(current.set, scope)
+
+    def start(self, pause: float) -> CallFuture[Any]:
+        """Make the first attempt, and return the future of the call.
+
+        Args:
+            pause: Seconds until then.
+        """
+        retries: Retries = self._worker.retries
+        retries.add(self._number, self)
+        try:
+            if pause:
+                self._send_later(pause)
+            else:
+                self._send()
+        except WorkerLost as error:  # it is known to be lost, and may come back under its name
+            self._on_error(error)
+        except BaseException:
+            retries.remove(self._number)
+            raise
+        self.future._on_done(lambda _: retries.remove(self._number))
+        return self.future
+
+    @property
+    def function(self) -> str:
+        """Name of the function."""
+        return full_name_of(self._function)
+
+    @property
+    def attempt(self) -> int:
+        """Id of the call that is the latest attempt; 0 for none."""
+        return getattr(self.future._source, "_call", 0)
+
+    def describe(self) -> str:
+        """Return a text for people."""
+        return f"{self.text} (attempt {self._attempt} of {self._retry.attempts})"
+
+    def closed_error(self) -> NotInitialized:
+        """Return the error of a call whose worker closes."""
+        return NotInitialized(f"{NotInitialized.CALL} ({self.text} was pending when this worker shut down.)")
+
+    # ---- attempts
+
+    def _send(self) -> None:
+        """Make an attempt, in the scope and torch state of the caller."""
+        self._attempt += 1
+        timeout = max(self._deadline - time.monotonic_ns(), 1) if self._deadline else 0
+        function, args, kwargs = self._function, self._args, self._kwargs
+        if self._once:
+            function, args, kwargs = run_once, self._remembered(), None
+        attempt: CallFuture[Any] = self._worker.calls.client.start(self._name, function, args, kwargs, timeout)
+        attempt._read = True  # the program's future logs a failure
+        self.future._source = attempt
+        self.work.add(attempt.cancel)
+        attempt._on_done(self._on_end)
+
+    def _remembered(self) -> tuple[object, ...]:
+        """Return the arguments of `run_once`."""
+        name = self._worker.calls.find_name(self._function)
+        function: object = self._function if name is None else name[1]
+        return (
+            (self._worker.incarnation, self._key),
+            _WINDOW + self._retry.max_backoff,
+            function,
+            tuple(self._args or ()),
+            dict(self._kwargs or {}),
+        )
+
+    def _on_end(self, attempt: CallFuture[Any]) -> None:
+        error = attempt.failure()
+        if error is None:
+            self.work.succeed(attempt.value())
+        elif self.work.error is None:
+            self._on_error(error)
+
+    def _on_error(self, error: BaseException) -> None:
+        """Make the next attempt after a pause, or fail."""
+        retry = self._retry
+        if self._attempt >= retry.attempts or not retry.covers(error):
+            self._fail(error)
+            return
+        pause = retry.pause(self._attempt)
+        if self._deadline and time.monotonic_ns() + int(pause * 1e9) >= self._deadline:
+            self._fail(error)
+            return
+        if isinstance(error, RemoteError):  # the function has ended: it is to run again
+            self._key = next(_numbers)
+        self._send_later(pause)
+
+    def _send_later(self, pause: float) -> None:
+        # The thread of the timers runs no code of the program, such as pickling.
+        self._worker.timers.call_later(pause, lambda: self._worker.pool.submit(self._send_again))
+
+    def _send_again(self) -> None:
+        if self.work.error is None:
+            self._context.run(self._send_in_state)
+
+    def _send_in_state(self) -> None:
+        try:
+            with handler_state(self._flags, self._autocast):
+                self._send()
+        except WorkerLost as error:
+            self._on_error(error)
+        except UnknownWorker as error:  # it has left, and may come back under its name
+            lost = WorkerLost(self._name, "it has left the group")
+            lost.__cause__ = error
+            self._on_error(lost)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, RpcTimeout) and not isinstance(error, RemoteError):
+            error = RpcTimeout(self._timeout / 1e9, self.text, error.state)
+        elif isinstance(error, NotInitialized) and not isinstance(error, RemoteError):
+            error = self.closed_error()  # the attempt's own error names `run_once`
+        elif self._attempt > 1:
+            error.add_note(f"in attempt {self._attempt} of {self._retry.attempts} of {self.text}")
+        self.work.fail(error)
+
+
+def start_retrying(
+    worker: Any,
+    to: object,
+    function: Callable[..., Any],
+    args: Sequence[object] | None,
+    kwargs: Mapping[str, object] | None,
+    timeout: float,
+    retry: Retry,
+    once: bool = True,
+    pause: float = 0.0,
+) -> CallFuture[Any]:
+    """Start a call that is made again after a loss.
+
+    Args:
+        worker, to, function, args, kwargs, retry, once: As of `RetryingCall`.
+        timeout: Limit of all attempts together in seconds; -1 for the default, 0 for none.
+        pause: Seconds until the first attempt.
+
+    Raises:
+        TypeError: `retry` is no `Retry`.
+        Exception: Whatever the first attempt raises; the future raises the rest.
+    """
+    require_retry(retry)
+    return RetryingCall(worker, to, function, args, kwargs, worker.calls.timeout(timeout), retry, once).start(pause)
+
+
+def wait_or_cancel(future: CallFuture[Any]) -> Any:
+    """Wait for a future; cancel its call if the wait is interrupted."""
+    future._read = True  # the caller gets a failure
+    try:
+        return future.wait()
+    finally:
+        if not future.done():
+            future.cancel()

@@ -1,0 +1,1 @@
+"""Diagnostics of a worker: snapshots, dumps on a signal, and a watchdog."""

@@ -1,0 +1,128 @@
+"""Requests that the threads of a pool run, as other threads see them.
+
+A pool thread runs in a context of its own (`ThreadPool.contexts`). Its scope, which the native server sets, names the
+request; the engine has the caller, and the time at which the thread took it. So the path of a call keeps no records for
+these snapshots.
+"""
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+from telegrad import _core
+from telegrad.worker.calls import callables, interceptors
+from telegrad.worker.scope import current
+from telegrad.worker.serving import intercepted, once
+from telegrad.worker.serving.thread_pool import ThreadPool
+
+__all__ = ["NATIVE_FUNCTION", "RunningHandlers", "RunningRequest"]
+
+NATIVE_FUNCTION = "a native function"
+"""Name of a handler without Python code: the interpreter does not show it."""
+
+_BASE: CodeType = ThreadPool._serve.__code__  # its frame called the native server, which called the handler
+_WITHIN_INTERCEPTORS: CodeType = intercepted.InterceptedHandler._run.__code__
+_AROUND_HANDLERS = {callables.__file__, interceptors.__file__, intercepted.__file__, once.__file__}
+
+_Line = tuple[str, int, str]  # file, line number, function
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """Request that a thread of the pool runs.
+
+    Attributes:
+        key: its connection and its call.
+        function: name of the handler, `NATIVE_FUNCTION` if it has no Python code.
+        caller: name of the calling worker.
+        thread: name of the thread.
+        age: seconds since a thread took it.
+        time_left: seconds until its deadline; None without one.
+        stack: file, line and function of its frames, outermost first.
+    """
+
+    key: tuple[int, int]
+    function: str
+    caller: str
+    thread: str
+    age: float
+    time_left: float | None
+    stack: tuple[_Line, ...]
+
+    def format_stack(self) -> str:
+        """Return the stack as Python prints it; empty without Python code."""
+        lines = [traceback.FrameSummary(file, line, name, lookup_line=False) for file, line, name in self.stack]
+        return "".join(traceback.StackSummary.from_list(lines).format())
+
+
+class RunningHandlers:
+    """Running requests of one worker. Any thread may read them; takes no lock.
+
+    Args:
+        pool: The threads of the worker.
+        find_request: Returns what the engine knows of a request, by connection and call.
+        name_of: Returns a worker's name by its id.
+        clock: Monotonic clock in ns.
+    """
+
+    def __init__(
+        self,
+        pool: ThreadPool,
+        find_request: Callable[[int, int], _core.RequestSnapshot | None],
+        name_of: Callable[[int], str],
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._pool = pool
+        self._find_request = find_request
+        self._name_of = name_of
+        self._clock = clock
+
+    def snapshot(self) -> list[RunningRequest]:
+        """Return the running requests, oldest first."""
+        frames = sys._current_frames()
+        requests = []
+        for thread, context in self._pool.contexts.copy().items():
+            scope = context.get(current)
+            if scope is None or not scope.request or thread.ident is None:
+                continue
+            found = self._find_request(scope.connection, scope.call)
+            if found is None:  # it has just been answered
+                continue
+            now = self._clock()
+            function, stack = _handler_of(frames.get(thread.ident))
+            requests.append(
+                RunningRequest(
+                    key=(scope.connection, scope.call),
+                    function=function,
+                    caller=self._name_of(found.peer),
+                    thread=thread.name,
+                    age=(now - found.since) / 1e9,
+                    time_left=(scope.deadline - now) / 1e9 if scope.deadline else None,
+                    stack=stack,
+                )
+            )
+        del frames  # a frame keeps the arguments of its function
+        return sorted(requests, key=lambda request: -request.age)
+
+
+def _handler_of(frame: FrameType | None) -> tuple[str, tuple[_Line, ...]]:
+    """Return the name of the handler that a thread runs, and its stack."""
+    stack: list[_Line] = []
+    function, has_interceptors = NATIVE_FUNCTION, False
+    for each in _above_base(frame):  # the handler is the outermost, or the outermost within the interceptors
+        code = each.f_code
+        stack.append((code.co_filename, each.f_lineno, code.co_name))
+        has_interceptors = has_interceptors or code is _WITHIN_INTERCEPTORS
+        if not has_interceptors and code.co_filename not in _AROUND_HANDLERS:
+            function = f"{each.f_globals.get('__name__', '?')}.{code.co_qualname}"
+    return function, tuple(reversed(stack))
+
+
+def _above_base(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frames of a pool thread above its base, innermost first."""
+    while frame is not None and frame.f_code is not _BASE:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,378 @@
+"""Runs of functions for calls with a `Retry`: each at most once in a process.
+
+A request names its run by the caller's incarnation and a number of the caller. The first request with it runs the
+function; later ones, of later sessions with the same incarnation, get its result.
+
+The end of a session does not cancel a run: its caller may ask again in the next one. A run is canceled by the latest
+request for it, in a session that is open, or when the caller's incarnation is gone: it has left, the group has lost it,
+or a newer process has its name. Then its results are dropped as well.
+
+A result is kept until its caller asks no more: until the caller's deadline, or for a while after the end (the window).
+If many are kept, the oldest are dropped earlier. A request for a dropped result fails: the function does not run again.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import CoroutineType
+from typing import Any, TypeAlias
+
+from torch.futures import Future
+
+from telegrad.errors import Cancelled, TelegradError
+from telegrad.worker import process_hooks
+from telegrad.worker.calls import tracing
+from telegrad.worker.calls.callables import find_function, full_name_of
+from telegrad.worker.calls.callables import run as run_function
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.interceptors import carriers
+from telegrad.worker.closed import AnyEngine
+from telegrad.worker.scope import caller_flags, caller_state, current, not_needed
+from telegrad.worker.serving.intercepted import has_async_mark, not_a_future
+
+__all__ = ["RememberedRuns", "run_once"]
+
+Key: TypeAlias = tuple[int, int]
+"""Incarnation of the caller, and its number of the run."""
+
+RequestKey: TypeAlias = tuple[int, int]
+"""Connection and call of a request."""
+
+_MOST_RESULTS = 4096
+_MOST_BYTES = 64 << 20  # of results; one larger result alone is kept
+_MOST_DROPPED = 65536  # runs without their result
+_FIXED_BYTES = 256  # of a result without tensors
+
+
+class _Run:
+    """Run of a function.
+
+    Args:
+        function: Name of the function.
+        request: The latest request for it.
+        window: Seconds for which the result is kept.
+        deadline: Deadline of the caller.
+    """
+
+    __slots__ = ("cancel", "canceled", "deadline", "expires", "function", "future", "nbytes", "request", "window")
+
+    def __init__(self, function: str, request: RequestKey, window: float, deadline: float) -> None:
+        self.function = function
+        self.request = request
+        self.window = window
+        self.deadline = deadline
+        self.expires = math.inf  # until the function has ended
+        self.nbytes = 0  # of its result; 0: it runs, or its result was dropped
+        self.canceled = False
+        self.cancel: Callable[[], object] | None = None  # cancels its coroutine; any thread may call it
+        self.future: CallFuture[Any] | None = _new_future()  # None: its result was dropped
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the function has ended."""
+        return self.expires != math.inf
+
+    def end(self) -> None:
+        """Cancel the run: no caller needs its result. Any thread may call this."""
+        self.canceled = True
+        if self.cancel is not None:
+            self.cancel()
+
+
+def _new_future() -> CallFuture[Any]:
+    future: CallFuture[Any] = CallFuture(NO_DEVICES)
+    future._read = True  # the first caller gets a failure
+    return future
+
+
+class RememberedRuns:
+    """Runs of one worker, and their results. Any thread may use it.
+
+    Args:
+        later: Runs a function after some seconds.
+        clock: Monotonic clock in seconds.
+    """
+
+    def __init__(
+        self, later: Callable[[float, Callable[[], object]], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._later = later
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._runs: dict[Key, _Run] = {}  # in the order of their beginning
+        self._results: dict[Key, _Run] = {}  # of these, the ones with a result, in the order of their end
+        self._dropped: dict[Key, None] = {}  # of these, the ones with a dropped result, in the order of dropping
+        self._running: dict[RequestKey, _Run] = {}  # of these, the ones that have not ended, by their latest request
+        self._nbytes = 0
+        self._is_timer_set = False
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def functions(self) -> dict[RequestKey, str]:
+        """Return the names of the functions by their latest request. Takes no lock."""
+        return {run.request: run.function for run in self._runs.copy().values()}
+
+    def enter(
+        self, key: Key, function: str, request: RequestKey, window: float, deadline: float = math.inf
+    ) -> tuple[_Run, bool]:
+        """Return the run of a key, and whether it begins now.
+
+        Args:
+            key: The key.
+            function: Name of the function.
+            request: The request.
+            window: Seconds for which the result is kept.
+            deadline: Deadline of the request, at which the result is forgotten.
+
+        Raises:
+            TelegradError: The run has ended, and its result was dropped.
+        """
+        with self._lock:
+            run = self._runs.get(key)
+            if run is None:
+                run = self._runs[key] = self._running[request] = _Run(function, request, window, deadline)
+                return run, True
+            if run.future is None:
+                raise TelegradError(
+                    f"the result of {run.function} was dropped, because this worker remembers at most {_MOST_RESULTS}"
+                    f" results and {_MOST_BYTES >> 20} MiB of them for calls with a Retry. The function has run, and"
+                    " does not run again. Make fewer such calls at a time, or return less."
+                )
+            if self._running.pop(run.request, None) is not None:
+                self._running[request] = run
+            run.request = request
+            return run, False
+
+    def complete(self, key: Key, run: _Run, value: object, error: BaseException | None) -> None:
+        """Remember how a run has ended."""
+        future = run.future
+        assert future is not None
+        with self._lock:
+            self._running.pop(run.request, None)
+            sets_timer, after, dropped = False, 0.0, []
+            if run.canceled:
+                self._runs.pop(key, None)
+            elif self._runs.get(key) is run:
+                now = self._clock()
+                run.expires = min(run.deadline, now + run.window)
+                run.nbytes = _FIXED_BYTES + _nbytes(value)
+                self._nbytes += run.nbytes
+                self._results[key] = run
+                dropped = self._drop_oldest()
+                sets_timer, self._is_timer_set = not self._is_timer_set, True
+                after = run.expires - now
+        del dropped  # without the lock: finalizers of the program may run
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+        if sets_timer:
+            self._later(max(after, 0.0), self.forget_expired)
+
+    def forget(self, key: Key, run: _Run, error: BaseException) -> None:
+        """Forget a run that has been canceled; requests that wait for it fail."""
+        with self._lock:
+            self._running.pop(run.request, None)
+            self._runs.pop(key, None)
+        if run.future is not None:
+            run.future.set_exception(error)
+
+    def cancel(self, request: RequestKey) -> None:
+        """Cancel a run for the caller of its latest request; nothing for other requests."""
+        with self._lock:
+            run = self._running.get(request)
+        if run is not None:
+            run.end()
+
+    def forget_caller(self, incarnation: int) -> None:
+        """Forget the results of a caller that is gone, and cancel its functions that run."""
+        with self._lock:
+            found = {key: run for key, run in self._runs.items() if key[0] == incarnation}
+            running = [run for run in found.values() if not run.has_ended]
+            dropped = [self._pop(key) for key, run in found.items() if run.has_ended]
+        del dropped
+        for run in running:
+            run.end()
+
+    def close(self) -> None:
+        """Forget all runs: the worker has closed."""
+        with self._lock:
+            dropped = self._runs, self._results
+            self._runs, self._results = {}, {}
+            self._running.clear()
+            self._dropped.clear()
+            self._nbytes = 0
+        del dropped
+
+    def forget_expired(self) -> None:
+        """Forget the runs whose caller asks no more, and set the next timer."""
+        with self._lock:
+            now = self._clock()
+            expired = [self._pop(key) for key, run in list(self._runs.items()) if run.expires <= now]
+            left = min((run.expires for run in self._runs.values()), default=math.inf)
+            self._is_timer_set = left != math.inf
+        del expired
+        if left != math.inf:
+            self._later(left - now, self.forget_expired)
+
+    def _drop_oldest(self) -> list[object]:
+        """Drop the oldest results while there are too many, except the last one."""
+        dropped: list[object] = []
+        while len(self._results) > 1 and (len(self._results) > _MOST_RESULTS or self._nbytes > _MOST_BYTES):
+            key = next(iter(self._results))
+            run = self._results.pop(key)
+            self._nbytes -= run.nbytes
+            run.nbytes = 0
+            dropped.append(run.future)
+            run.future = None
+            self._dropped[key] = None
+            if len(self._dropped) > _MOST_DROPPED:
+                self._pop(next(iter(self._dropped)))
+        return dropped
+
+    def _pop(self, key: Key) -> _Run:
+        run = self._runs.pop(key)
+        self._results.pop(key, None)
+        self._dropped.pop(key, None)
+        self._nbytes -= run.nbytes
+        return run
+
+
+def run_once(
+    key: Key, window: float, function: bytes | Callable[..., object], args: Sequence[object], kwargs: dict[str, object]
+) -> Any:
+    """Run a function, or return the result of its run by an earlier request.
+
+    Args:
+        key: The run.
+        window: Seconds for which the result is kept.
+        function: The function's name in messages, or the function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The result, or a coroutine of it.
+    """
+    scope = current.get()
+    assert scope is not None
+    worker, request = scope.worker, (scope.connection, scope.call)
+    runs: RememberedRuns = worker.remembered_runs
+    callee: Any = find_function(function) if isinstance(function, bytes) else function
+    deadline = scope.deadline / 1e9 if scope.deadline else math.inf
+    run, begins = runs.enter(key, full_name_of(callee), request, window, deadline)
+    if not begins:
+        return _result_of(run)
+    was_asked = False
+
+    def is_canceled() -> bool:
+        nonlocal was_asked
+        if not run.canceled and not _is_canceled(worker, run.request):
+            return False
+        was_asked = True
+        return True
+
+    token = not_needed.set(is_canceled)
+    try:
+        result = run_function(callee, args, kwargs)
+        if type(result) is CoroutineType:
+            return _follow(worker, key, run, result)
+        if has_async_mark(callee):
+            if not isinstance(result, Future):
+                raise not_a_future(result, callee)
+            return _follow(worker, key, run, result)
+    except BaseException as error:  # SystemExit too: the caller gets a reply
+        if process_hooks.forked:
+            raise
+        runs.complete(key, run, None, error)
+        raise
+    finally:
+        not_needed.reset(token)
+    if was_asked:  # the function may have returned early
+        runs.forget(key, run, _canceled())
+    else:
+        runs.complete(key, run, result, None)
+    return result
+
+
+def _is_canceled(worker: Any, request: RequestKey) -> bool:
+    """Return whether the caller has canceled a request.
+
+    The end of its session marks it as canceled too, but closes the connection first.
+    """
+    engine: AnyEngine = worker.engine
+    return engine.is_canceled(*request) and engine.is_open(request[0])
+
+
+def _canceled() -> RuntimeError:
+    return RuntimeError("the call was canceled")
+
+
+async def _result_of(run: _Run) -> object:
+    """Await the result of a run, which the end of this request does not cancel."""
+    assert run.future is not None
+    return await run.future
+
+
+def _follow(worker: Any, key: Key, run: _Run, result: Any) -> Coroutine[Any, Any, object]:
+    """Remember a deferred result once it is done, and return a coroutine of it."""
+    runs: RememberedRuns = worker.remembered_runs
+
+    def ended(value: object, error: BaseException | None) -> None:
+        if run.canceled and isinstance(error, Cancelled):
+            runs.forget(key, run, error)
+        else:
+            runs.complete(key, run, value, error)
+
+    def done(future: Future[object]) -> None:
+        try:
+            value = future.value()
+        except BaseException as error:
+            ended(None, error)
+        else:
+            ended(value, None)
+
+    if type(result) is CoroutineType:
+        state = caller_flags(), caller_state()
+        run.cancel = worker.loop.run(result, current.get(), *state, tracing.recording.get(), ended)
+    else:
+        result.add_done_callback(done)
+        if isinstance(result, CallFuture):
+            run.cancel = result.cancel
+    if run.canceled:  # meanwhile
+        run.end()
+    return _result_of(run)
+
+
+def _nbytes(value: object) -> int:
+    """Estimate the bytes of the tensors and texts in a value."""
+    if isinstance(value, (str, bytes, bytearray)):
+        return len(value)
+    if isinstance(value, (tuple, list)):
+        return sum(map(_nbytes, value)) + 8 * len(value)
+    if isinstance(value, dict):
+        return sum(map(_nbytes, value.values())) + 16 * len(value)
+    nbytes = getattr(value, "nbytes", None)  # of tensors, arrays and views
+    return nbytes if isinstance(nbytes, int) else 0
+
+
+class _RunCarrier:
+    """Call with a `Retry` as interceptors see it: a call of the program's function."""
+
+    kind = "retry"
+
+    def show(self, args: Sequence[Any], /) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+        _, _, function, values, named = args
+        return (find_function(function) if isinstance(function, bytes) else function), values, named
+
+    def change(
+        self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
+    ) -> tuple[Any, ...]:
+        return *args[:2], function, tuple(values), dict(named)
+
+    def is_reply(self, _: object, /) -> bool:
+        return True
+
+
+carriers[run_once] = _RunCarrier()

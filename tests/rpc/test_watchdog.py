@@ -1,0 +1,130 @@
+"""Warnings about handlers that run for long: the option `stuck_handler_timeout`."""
+
+import re
+import threading
+import time
+
+import pytest
+
+from telegrad import rpc
+from telegrad.testing import Cluster, Gate, cluster, eventually
+from telegrad.worker import Worker
+from telegrad.worker.diagnostics.running import RunningHandlers
+from telegrad.worker.diagnostics.watchdog import Watchdog
+
+
+class Later:
+    """Timers whose functions the test runs."""
+
+    def __init__(self) -> None:
+        self.delays: list[float] = []
+        self.functions: list[object] = []
+        self.fails = False
+
+    def __call__(self, seconds: float, function: object) -> None:
+        if self.fails:
+            raise RuntimeError("can't start new thread")
+        self.delays.append(seconds)
+        self.functions.append(function)
+
+
+class Clocked:
+    """Watchdog of a worker with a clock that the test advances."""
+
+    def __init__(self, worker: Worker, timeout: float) -> None:
+        self.passed = 0
+        self.later = Later()
+        running = RunningHandlers(
+            worker.pool, worker.find_request, worker.members.name_of, lambda: time.monotonic_ns() + self.passed * 10**9
+        )
+        self.watchdog = Watchdog(worker.info.name, timeout, running, self.later)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    texts = [record.getMessage() for record in caplog.records if record.name == "telegrad"]
+    return [text for text in texts if "has run for" in text]
+
+
+def test_a_stuck_handler_is_reported_once(clean: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    clocked, gate = Clocked(clean[1]._worker, 1000), Gate()
+    future = rpc.rpc_async("w1", gate.enter)
+    assert gate.entered.acquire(timeout=10)
+    for seconds in (0, 900, 100, 5, 100):
+        clocked.passed += seconds
+        clocked.watchdog.check()
+        assert len(lines(caplog)) == (1 if clocked.passed >= 1000 else 0)
+    (line,) = lines(caplog)
+    assert re.match(
+        r"worker w1: telegrad\.testing\.waiting\.Gate\.enter, called by w0, has run for 1\d\d\d s on ", line
+    )
+    assert "in enter\n" in line  # the stack
+    assert "_serve" not in line
+    gate.open()
+    future.wait()
+
+
+def test_each_handler_is_reported(clean: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    clocked, gate = Clocked(clean[1]._worker, 1000), Gate()
+    futures = [rpc.rpc_async("w1", gate.enter) for _ in range(2)]
+    for _ in futures:
+        assert gate.entered.acquire(timeout=10)
+    clocked.watchdog.check()
+    assert lines(caplog) == []
+    clocked.passed += 1000
+    clocked.watchdog.check()
+    assert len(lines(caplog)) == 2
+    gate.open()
+    rpc.wait_all(futures)
+    clocked.watchdog.check()
+    assert not clocked.watchdog._reported
+
+
+def test_it_starts_once_and_checks_periodically(clean: Cluster) -> None:
+    clocked = Clocked(clean[1]._worker, 8)
+    clocked.watchdog.start()
+    clocked.watchdog.start()
+    assert clocked.later.delays == [2]
+    clocked.later.functions.pop()()  # type: ignore[operator]
+    assert clocked.later.delays == [2, 2]
+    assert Clocked(clean[1]._worker, 300).watchdog._interval == 5
+
+
+def test_without_a_timeout_nothing_starts(clean: Cluster) -> None:
+    clocked = Clocked(clean[1]._worker, 0)
+    clocked.watchdog.start()
+    assert clocked.later.delays == []
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(clean: Cluster) -> None:
+    clocked = Clocked(clean[1]._worker, 8)
+    clocked.later.fails = True
+    clocked.watchdog.start()
+    clocked.later.fails = False
+    clocked.watchdog.start()
+    assert clocked.later.delays == [2]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_option(threads: int, caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate()
+    with cluster(2, rpc.Options(stuck_handler_timeout=0.02, num_worker_threads=threads)):
+        future = rpc.rpc_async("w1", gate.enter)
+        eventually(lambda: lines(caplog), what="the warning")
+        gate.open()
+        future.wait()
+    assert len(lines(caplog)) == 1
+
+
+def test_a_worker_without_handlers_has_no_timer_thread(clean: Cluster) -> None:
+    with cluster(2, names="idle{}", current=None):
+        names = [thread.name for thread in threading.enumerate()]
+        assert not [name for name in names if name.startswith("telegrad-idle") and "timers" in name]
+
+
+def test_answered_requests_are_not_reported(clean: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    clocked = Clocked(clean[1]._worker, 10)
+    for _ in range(3):
+        rpc.rpc_sync("w1", max, args=(1, 2))
+    clocked.passed += 100
+    clocked.watchdog.check()
+    assert lines(caplog) == []
