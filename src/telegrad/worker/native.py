@@ -18,7 +18,7 @@ from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import active
 from telegrad.worker.scope import Scope, autocast_is_on, caller_flags, clean_state, current
 from telegrad.worker.serving.event_loop import check_blocking
-from telegrad.worker.serving.handlers import RequestInfo
+from telegrad.worker.serving.request_info import RequestInfo
 
 __all__ = ["ENVIRONMENT", "NOT_ENCODABLE", "OtherReply", "make_engine", "make_server"]
 

@@ -29,7 +29,7 @@ from telegrad.worker import Worker
 from telegrad.worker.calls.client import error_of, too_large
 from telegrad.worker.native import NOT_ENCODABLE, OtherReply
 from telegrad.worker.scope import current, remaining
-from telegrad.worker.serving.handlers import RequestInfo
+from telegrad.worker.serving.request_info import RequestInfo
 
 __all__ = ["BackwardManager"]
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from types import CoroutineType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,8 +37,9 @@ from telegrad.worker.refs.references import References
 from telegrad.worker.scope import clean_state, current, enter_chain, handler_state
 from telegrad.worker.serving.event_loop import Deferred, EventLoop
 from telegrad.worker.serving.intercepted import Ended, InterceptedHandler, not_a_future
+from telegrad.worker.serving.request_info import RequestInfo
 
-__all__ = ["Handlers", "RequestInfo", "SlowRequest"]
+__all__ = ["Handlers", "SlowRequest"]
 
 remote_logger: logging.Logger = logging.getLogger("telegrad.remote")
 
@@ -47,19 +48,6 @@ _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _STATE, _LEFT_OUT, _KEEP_AS = int(Flag.NO_GRAD | Flag.INFERENCE), int(Flag.LEFT_OUT), int(Flag.KEEP_AS)
 _INTERNAL = int(Flag.INTERNAL)
 _MUST_DELIVER, _FAILED = int(Flag.MUST_DELIVER), int(Flag.FAILED)
-
-
-class RequestInfo(NamedTuple):
-    """Fields of a request that the reply needs."""
-
-    peer: int
-    connection: int
-    call: int
-    deadline: int
-    target: RRefId | None = None  # the reference to create
-    context: AutogradContext | None = None  # the autograd context that records tensors of the request and the reply
-    recording: tracing.Recording | None = None  # recording of the handler
-    by_pickler: bool = False  # the program's pickler encodes request and reply
 
 
 class SlowRequest:
