@@ -36,6 +36,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/clock.h"
@@ -43,6 +44,14 @@
 #include "core/message.h"
 
 namespace telegrad {
+
+/// Keys and certificates with which an engine encrypts its connections between hosts: see transports/tls/security.h.
+/// A transport that does not leave the host has no use for it.
+class LinkSecurity {
+ public:
+  virtual ~LinkSecurity() = default;
+};
+using LinkSecurityPtr = std::shared_ptr<const LinkSecurity>;
 
 /// Destination of received data. Called only inside `Link::receive`, on the calling thread.
 class Inbox : public BlockSource {
@@ -158,6 +167,9 @@ class Link {
   /// Returns the machine at the other end, for limits per machine: an IPv4 address or an IPv6 network; "": this host.
   virtual std::string source() const { return {}; }
 
+  /// Returns whether the other end may be the worker of this name. False if its certificate names another one.
+  virtual bool is_certified_for([[maybe_unused]] std::string_view name) const { return true; }
+
   /// Returns a description for logs and errors: "unix", "tcp 10.0.0.1:5000 -> 10.0.0.2:6000".
   virtual std::string describe() const = 0;
 };
@@ -174,11 +186,11 @@ class Transport {
  public:
   virtual ~Transport() = default;
   /// Opens a listener. Throws std::system_error that names the address. Never blocks.
-  virtual std::unique_ptr<Listener> listen(const std::string& address) = 0;
+  virtual std::unique_ptr<Listener> listen(const std::string& address, const LinkSecurityPtr& security = {}) = 0;
   /// Starts connecting; never blocks. The returned link may still be connecting: then it polls writable when done, and
   /// until then `send` returns kBlocked or kBroken. Throws std::system_error if connecting fails at once; EAGAIN means
-  /// that the caller should try again.
-  virtual std::unique_ptr<Link> connect(const std::string& address) = 0;
+  /// that the caller should try again. On an encrypted link, this end sends first: nothing arrives before.
+  virtual std::unique_ptr<Link> connect(const std::string& address, const LinkSecurityPtr& security = {}) = 0;
 };
 
 /// Returns the transport of an address "scheme:rest", or null if the scheme is unknown. Transports are stateless

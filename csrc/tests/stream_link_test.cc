@@ -21,7 +21,7 @@ struct Raw {
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
     socket = UniqueFd(ends[0]);
-    link = std::make_unique<StreamLink>(UniqueFd(ends[1]), "test", false, kTestSocket);
+    link = std::make_unique<StreamLink>(std::make_unique<ByteStream>(UniqueFd(ends[1])), "test", false, kTestSocket);
   }
   void write(std::string_view bytes) {
     while (!bytes.empty()) {

@@ -20,7 +20,7 @@ from telegrad.group.records import Group, Member, member_of, record_of, sealed, 
 from telegrad.rpc import Options, Worker
 from telegrad.testing import cluster, run_all
 
-GIVEN = Options(secret="correct horse", rpc_timeout=30)
+GIVEN = Options(secret="correct horse battery staple", rpc_timeout=30)
 LONG = timedelta(seconds=30)
 
 
