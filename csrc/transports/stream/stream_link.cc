@@ -192,7 +192,7 @@ ReceiveState StreamLink::receive(Inbox& inbox, std::size_t budget) {
         fail("");  // closed before it was connected; keeps an earlier reason
         return ReceiveState::kBroken;
       } else if (n == 0) {
-        fail(reader_.at_rest() ? "" : "the stream ended in the middle of a frame");
+        fail(reader_.end());
         return ReceiveState::kBroken;
       } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
         return spent ? ReceiveState::kMore : nothing_to_read();
