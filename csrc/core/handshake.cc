@@ -169,8 +169,8 @@ Handshake::Step Handshake::on_hello(std::string_view body) {
   Reader in(body);
   const auto version = in.number<std::uint32_t>();
   if (version != kProtocolVersion) {
-    return refuse_stranger("protocol version " + std::to_string(version) + " is not " +
-                           std::to_string(kProtocolVersion) + ": run one version of telegrad on all workers");
+    return refuse_unauthenticated("protocol version " + std::to_string(version) + " is not " +
+                                  std::to_string(kProtocolVersion) + ": run one version of telegrad on all workers");
   }
   const std::string group = in.text();
   peer_ = in.identity();
@@ -181,8 +181,8 @@ Handshake::Step Handshake::on_hello(std::string_view body) {
   offer_ = in.offer();
   link_ = in.text();
   for_lane_ = !link_.empty();
-  if (!in.finished() || their_nonce.size() != kNonce) return refuse_stranger("a malformed greeting");
-  if (group != config_->group) return refuse_stranger("it belongs to another group");
+  if (!in.finished() || their_nonce.size() != kNonce) return refuse_unauthenticated("a malformed greeting");
+  if (group != config_->group) return refuse_unauthenticated("it belongs to another group");
   const std::string mine = nonce();
   transcript_ = Writer().text(body).text(mine).done();
   state_ = State::kSentChallenge;
@@ -192,7 +192,7 @@ Handshake::Step Handshake::on_hello(std::string_view body) {
 Handshake::Step Handshake::on_challenge(std::string_view body) {
   Reader in(body);
   const std::string theirs = in.text();
-  if (!in.finished() || theirs.size() != kNonce) return refuse_stranger("a malformed challenge");
+  if (!in.finished() || theirs.size() != kNonce) return refuse_unauthenticated("a malformed challenge");
   transcript_ = Writer().text(hello_).text(theirs).done();
   state_ = State::kSentProof;
   return {.send = FrameType::kProof, .body = Writer().text(mac("initiator", transcript_)).done()};
@@ -201,8 +201,9 @@ Handshake::Step Handshake::on_challenge(std::string_view body) {
 Handshake::Step Handshake::on_proof(std::string_view body) {
   Reader in(body);
   const std::string proof = in.text();
-  if (!in.finished()) return refuse_stranger("a malformed proof");
-  if (!equal_in_constant_time(proof, mac("initiator", transcript_))) return refuse_stranger(std::string(kWrongSecret));
+  if (!in.finished()) return refuse_unauthenticated("a malformed proof");
+  if (!equal_in_constant_time(proof, mac("initiator", transcript_)))
+    return refuse_unauthenticated(std::string(kWrongSecret));
   const Identity& me = config_->me;
   if (wanted_.id != me.id || wanted_.name != me.name ||
       (wanted_.incarnation != 0 && wanted_.incarnation != me.incarnation)) {
@@ -224,9 +225,10 @@ Handshake::Step Handshake::on_answer(std::string_view body) {
   const Identity peer = fields.identity();
   limits_ = fields.limits();
   lanes_ = std::min(fields.number<std::uint32_t>(), config_->lanes);
-  if (!in.finished() || !fields.finished()) return refuse_stranger("a malformed answer");
+  if (!in.finished() || !fields.finished()) return refuse_unauthenticated("a malformed answer");
   transcript_ = Writer().text(transcript_).text(theirs).done();
-  if (!equal_in_constant_time(proof, mac("acceptor", transcript_))) return refuse_stranger(std::string(kWrongSecret));
+  if (!equal_in_constant_time(proof, mac("acceptor", transcript_)))
+    return refuse_unauthenticated(std::string(kWrongSecret));
   if (peer.id != peer_.id || peer.name != peer_.name)
     return refuse(OfferAnswer::kAccept, "worker " + printable(peer.name) + " answered instead of " + peer_.name);
   peer_ = peer;
@@ -237,8 +239,9 @@ Handshake::Step Handshake::on_answer(std::string_view body) {
 Handshake::Step Handshake::on_confirm(std::string_view body) {
   Reader in(body);
   const std::string proof = in.text();
-  if (!in.finished()) return refuse_stranger("a malformed confirmation");
-  if (!equal_in_constant_time(proof, mac("confirm", transcript_))) return refuse_stranger(std::string(kWrongSecret));
+  if (!in.finished()) return refuse_unauthenticated("a malformed confirmation");
+  if (!equal_in_constant_time(proof, mac("confirm", transcript_)))
+    return refuse_unauthenticated(std::string(kWrongSecret));
   state_ = State::kProven;
   return {.proven = true};
 }
@@ -278,7 +281,7 @@ Handshake::Step Handshake::on_refuse(std::string_view body) {
 }
 
 /// Rejects an end that has not proven itself.
-Handshake::Step Handshake::refuse_stranger(std::string why) {
+Handshake::Step Handshake::refuse_unauthenticated(std::string why) {
   state_ = State::kFailed;
   return {.send = FrameType::kRefuse,
           .body = Writer().text(kRefused).number(OfferAnswer::kAccept).text("").done(),

@@ -8,10 +8,10 @@
 //     CONFIRM    mac("confirm" + HELLO + CHALLENGE + ANSWER) ->
 //                <- WELCOME
 //
-// The initiator proves itself first: a stranger gets a nonce, and no mac with which it could search for the secret.
-// Either end may answer REFUSE. One that has not proven itself gets the word kRefused and nothing else; the reason is
-// only logged. One that has proven itself gets the reason, with a mac("refuse" + reason + HELLO + ...). Each end stops
-// once the other is authenticated (`Step::proven`): the engine then decides whether the session may open
+// The initiator proves itself first: an unauthenticated peer gets a nonce, and no mac with which it could search for
+// the secret. Either end may answer REFUSE. One that has not proven itself gets the word kRefused and nothing else; the
+// reason is only logged. One that has proven itself gets the reason, with a mac("refuse" + reason + HELLO + ...). Each
+// end stops once the other is authenticated (`Step::proven`): the engine then decides whether the session may open
 // (core/session.h). The mac is HMAC-SHA256 keyed with the group's secret. It covers both nonces and both identities, so
 // a recorded handshake cannot be replayed, and the proof of one worker is not valid for another.
 //
@@ -33,7 +33,7 @@
 
 namespace telegrad {
 
-inline constexpr std::string_view kRefused = "refused";  // the reason that a stranger gets
+inline constexpr std::string_view kRefused = "refused";  // the reason that an unauthenticated peer gets
 
 struct Identity {
   std::int32_t id = -1;
@@ -107,7 +107,7 @@ class Handshake {
   Step on_answer(std::string_view body);
   Step on_confirm(std::string_view body);
   Step on_refuse(std::string_view body);
-  Step refuse_stranger(std::string why);
+  Step refuse_unauthenticated(std::string why);
   Step fail(std::string why);
   std::string mac(std::string_view label, std::string_view transcript) const;
   void open();

@@ -197,7 +197,7 @@ CASE(a_wrong_secret_is_rejected_at_both_ends) {
   CHECK_SAYS(alice, "refused by the peer, which logs the reason");
 }
 
-/// An acceptor gives a stranger a nonce and nothing that depends on the secret.
+/// An acceptor gives an unauthenticated peer a nonce and nothing that depends on the secret.
 CASE(the_initiator_proves_itself_first) {
   Talk t(config(kAlice), config(kBob, "another"));
   const Frame hello = frame_of(t.alice.begin());
@@ -206,8 +206,8 @@ CASE(the_initiator_proves_itself_first) {
   CHECK(challenge.body.find("bob") == std::string::npos);
 }
 
-/// Whatever the reason, a stranger gets the same bytes; the log gets the reason.
-CASE(strangers_get_one_word) {
+/// Whatever the reason, an unauthenticated peer gets the same bytes; the log gets the reason.
+CASE(unauthenticated_peers_get_one_word) {
   const std::string word = std::string("\7\0\0\0", 4) + std::string(kRefused) + std::string(5, '\0');
   const auto check = [&](const Handshake::Step& step, const std::string& why) {
     check_failed(step, why);

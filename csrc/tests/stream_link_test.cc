@@ -136,7 +136,8 @@ CASE(bytes_that_are_not_a_frame) {
   check_refused(std::string(56, '\0'), "not a Telegrad frame");
   check_refused("GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.0 and some more\r\n\r\n",
                 "not a Telegrad frame");
-  check_refused(std::string("\x16\x03\x01\x02", 4) + std::string(100, '\1'), "not a Telegrad frame");  // TLS
+  check_refused(std::string("\x16\x03\x01\x02", 4) + std::string(100, '\1'),
+                "the other end encrypts, and this one does not");
   std::string almost = wire(Message{});
   almost[3] = '2';
   check_refused(almost, "not a Telegrad frame");

@@ -192,23 +192,23 @@ CASE(another_key) {
   CHECK(wire.at_b.messages.empty());
 }
 
-/// Whatever is wrong with its greeting, a stranger gets the same bytes.
-CASE(strangers_get_one_alert) {
+/// Whatever is wrong with its greeting, an unauthenticated peer gets the same bytes.
+CASE(unauthenticated_peers_get_one_alert) {
   Wire other(with_key(std::string(32, 'x')), nullptr);
   Outgoing out = some_message().outgoing();
   CHECK(other.a->send(out) == SendState::kBlocked);
   const std::string wrong_key = other.from_a();
   std::string no_key = wrong_key;  // under another name
-  no_key.replace(no_key.find("telegrad"), 8, "stranger");
+  no_key.replace(no_key.find("telegrad"), 8, "outsider");
   for (const std::string& greeting :
        {wrong_key, no_key, std::string("GET / HTTP/1.1\r\n\r\n"), "TGR1" + std::string(100, '\0'),
         std::string("\x16\x03\x01\x00\x04\x55\x00\x00\x00", 9), std::string(300, '\xff')}) {
-    auto [end, stranger] = sockets();
+    auto [end, outsider] = sockets();
     auto link = link_over(std::move(end), with_key(), false);
     RecordingInbox inbox;
-    Wire::give(stranger, greeting);
+    Wire::give(outsider, greeting);
     if (link->receive(inbox, kAnyBudget) != ReceiveState::kBroken) fail(__FILE__, __LINE__, "accepted: " + greeting);
-    CHECK(read_available(stranger.get()) == std::string("\x15\x03\x03\x00\x02\x02\x28", 7));
+    CHECK(read_available(outsider.get()) == std::string("\x15\x03\x03\x00\x02\x02\x28", 7));
     CHECK(!link->error().empty());
   }
 }

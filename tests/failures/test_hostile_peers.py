@@ -38,8 +38,10 @@ from telegrad.rpc import Options
 from telegrad.testing import Cluster, Gate, cluster, eventually
 from telegrad.wire import BodyKind, Tag
 
+pytestmark = pytest.mark.openssl
+
 NEW_WORKER = (7, "new", 1)
-ONE_WORD = text("refused") + bytes(5)  # all that a stranger gets
+ONE_WORD = text("refused") + bytes(5)  # all that an unauthenticated peer gets
 
 
 @pytest.fixture(scope="module")

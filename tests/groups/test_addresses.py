@@ -54,6 +54,7 @@ def test_advertised_address(routes: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
+@pytest.mark.openssl
 def test_worker_that_listens_everywhere_is_called(wildcard: str) -> None:
     options = Options(bind=wildcard, transports=("tcp",), secret="secret of the group")
     store = dist.HashStore()

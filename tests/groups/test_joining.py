@@ -128,6 +128,7 @@ def test_newcomer_that_cannot_reach_a_live_member() -> None:
         assert sorted(members_of(store)) == ["hidden", "w0", "w1"]
 
 
+@pytest.mark.openssl
 def test_newcomer_with_another_secret() -> None:
     store = HashStore()
     with cluster(1, Options(secret="one secret of ours"), store=store, dynamic=True) as group:

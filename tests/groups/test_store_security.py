@@ -153,6 +153,7 @@ def test_random_secret_is_removed_once_all_have_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.openssl
 def test_secret_that_was_given_never_enters_the_store(tmp_path: Path, dynamic: bool) -> None:
     path = tmp_path / "meeting"
     with cluster(2, GIVEN, store=dist.FileStore(str(path), -1), dynamic=dynamic) as group:  # type: ignore[attr-defined]

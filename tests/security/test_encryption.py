@@ -1,4 +1,4 @@
-"""Encrypted TCP between workers: what an attacker on the network, and a stranger, cannot do."""
+"""Encrypted TCP between workers: what an attacker on the network, and an unauthenticated peer, cannot do."""
 
 import shutil
 import socket
@@ -9,12 +9,11 @@ import torch
 from encryption_helpers import ENCRYPTED, SECRET, Authority, address_of, wire
 from torch.distributed import HashStore
 
-from telegrad import _core
 from telegrad.errors import TelegradError, WorkerLost
 from telegrad.rpc import Options, Worker
 from telegrad.testing import Gate, cluster, eventually, run_all
 
-pytestmark = pytest.mark.skipif(not _core.openssl_version(), reason="the core is built without OpenSSL")
+pytestmark = pytest.mark.openssl
 needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="the program openssl makes the certificates")
 
 ONE_ALERT = b"\x15\x03\x03\x00\x02\x02\x28"  # handshake_failure
@@ -121,12 +120,12 @@ def test_a_recorded_connection_cannot_be_replayed(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     "greeting", [b"GET / HTTP/1.1\r\n\r\n", b"TGR1" + bytes(100), b"\x16\x03\x01\x00\x04\x55\x00\x00\x00"]
 )
-def test_a_stranger_gets_one_alert(caplog: pytest.LogCaptureFixture, greeting: bytes) -> None:
-    with cluster(1, ENCRYPTED) as w, socket.create_connection(address_of(w[0])[1:]) as stranger:
-        stranger.settimeout(20)
-        stranger.sendall(greeting)
-        assert stranger.recv(100) == ONE_ALERT
-        assert stranger.recv(100) == b""
+def test_an_unauthenticated_peer_gets_one_alert(caplog: pytest.LogCaptureFixture, greeting: bytes) -> None:
+    with cluster(1, ENCRYPTED) as w, socket.create_connection(address_of(w[0])[1:]) as outsider:
+        outsider.settimeout(20)
+        outsider.sendall(greeting)
+        assert outsider.recv(100) == ONE_ALERT
+        assert outsider.recv(100) == b""
         eventually(lambda: "refused a connection" in caplog.text, what="the reason in the log")
 
 

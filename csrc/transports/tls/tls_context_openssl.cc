@@ -15,7 +15,7 @@ namespace {
 constexpr const char* kCiphers = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 constexpr const char* kGroups = "X25519:P-256";
 constexpr unsigned char kSuite[] = {0x13, 0x01};  // of the key's session: any of the two, as their hash is the same
-constexpr std::string_view kKeyId = "telegrad";   // fixed, so that it tells strangers nothing
+constexpr std::string_view kKeyId = "telegrad";   // fixed, so that it tells others nothing
 constexpr unsigned char kContext[] = {'t', 'g'};  // OpenSSL wants sessions to name one
 constexpr std::size_t kReadBuffer = 64 << 10;     // encrypted bytes read with one system call
 constexpr int kMaxChain = 4;
@@ -30,8 +30,11 @@ constexpr int kMaxChain = 4;
 std::string openssl_errors() {
   std::string all;
   while (const unsigned long code = ERR_get_error()) {
-    const char* reason = ERR_reason_error_string(code);
-    if (reason) all += (all.empty() ? "" : ", ") + std::string(reason);
+    const char* const known = ERR_reason_error_string(code);
+    const std::string reason = ERR_SYSTEM_ERROR(code) ? std::generic_category().message(ERR_GET_REASON(code))
+                               : known                ? known
+                                                      : "error " + std::to_string(code);
+    if (reason != "system lib" && all.find(reason) == std::string::npos) all += (all.empty() ? "" : ", ") + reason;
   }
   return all;
 }
