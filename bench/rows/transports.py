@@ -33,7 +33,8 @@ def encrypted(value: Any, _: Competitor, sampler: Sampler) -> Samples:
 
 
 def not_encrypted(value: Any, sampler: Sampler) -> Sequence[float]:
-    return run_in_group(Telegrad("tcp"), 2, called, value, sampler)
+    found: Sequence[float] = run_in_group(Telegrad("tcp"), 2, called, value, sampler)
+    return found
 
 
 def called(client: Client, value: Any, sampler: Sampler) -> list[float]:

@@ -212,6 +212,7 @@ def test_secret_where_others_have_none() -> None:
         member_of(through_store(record_of(ME, GROUP)), Group("token", b"random", True))
 
 
+@pytest.mark.openssl
 def test_forged_entry_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """A newcomer does not join a group whose log was forged; members ignore the entry."""
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
