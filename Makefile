@@ -86,12 +86,14 @@ format: $(READY) ## let ruff and clang-format rewrite the sources
 	$(PY) -m ruff format -q .
 	tools/clang_format.sh $(VENV) -i
 
-stubs: build ## write src/telegrad/_core.pyi anew from the compiled core
+stubs: build ## write src/telegrad/_core.pyi again from the compiled core
 	$(PY) tools/stubs.py
 
 docs: $(READY) ## build the documentation site in build/site; warnings are errors
+	@mkdir -p $(BUILD)
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true PYTHONPATH=tools \
-	  $(PY) -m mkdocs build --strict --clean --quiet --site-dir $(abspath $(BUILD))/site
+	  $(PY) -m mkdocs build --strict --clean --site-dir $(abspath $(BUILD))/site >$(BUILD)/docs.log 2>&1 \
+	  || { cat $(BUILD)/docs.log; exit 1; } # not --quiet: with it, --strict ignores warnings
 
 dist: $(READY) ## sdist and manylinux wheels in dist/, tried in an empty environment without a compiler
 	tools/build_dist.sh $(VENV)

@@ -51,6 +51,15 @@ def test_timeout_has_the_text_that_programs_search_for() -> None:
     assert isinstance(error, TimeoutError)
 
 
+def test_the_remedy_of_a_timeout_depends_on_the_state() -> None:
+    remedies = {state: str(errors.RpcTimeout(1, "", state)) for state in ("waiting", "queued", "running", "unknown")}
+    assert "Start the callee earlier" in remedies["waiting"]
+    assert "Raise num_worker_threads" in remedies["queued"]
+    assert remedies["running"].endswith(errors.RpcTimeout.LARGER)
+    assert "is stopped" in remedies["unknown"]
+    assert str(errors.RpcTimeout(1, "", "queued", "Wait.")).endswith(" Wait.")
+
+
 def test_unknown_worker_names_the_caller_and_the_group() -> None:
     assert str(errors.UnknownWorker(("w0", 0), "nope", ("w0", "w1"))).startswith(
         "name:w0,rank:0 could not find destination name nope. The group's workers are: w0, w1."

@@ -91,6 +91,8 @@ def table_of(table: str, numbers: type[IntEnum] | type[IntFlag], comments: dict[
         if comment and len(line) + len(comment) + 5 <= WIDTH:
             line += f"  // {comment}"
         lines.append(line)
+    if not kind and about.startswith("Position"):
+        lines.append(f"  static constexpr int kCount = {len(numbers)};")
     return "\n".join([*lines, "};\n"])
 
 

@@ -10,19 +10,11 @@
 #include "base/thread_safety.h"
 #include "core/message.h"
 #include "core/parker.h"
+#include "wire/constants.h"
 
 namespace telegrad {
 
-enum class CallStatus : std::uint8_t {
-  kPending,
-  kReplied,
-  kTimedOut,
-  kPeerLost,     // the peer died, left, or broke the connection
-  kUnreachable,  // no connection could be made
-  kStopped,      // this worker was stopped
-  kTooLarge,     // the request is over the peer's limits and was not sent
-  kCanceled,
-};
+using CallStatus = wire::Status;
 
 /// How a call ended.
 struct Completion {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/handshake.h"
+#include "core/silence.h"
 #include "core/transport.h"
 
 namespace telegrad {
@@ -73,6 +74,7 @@ struct Connection {
   bool timed_out = false;               // it has missed `handshake_deadline`
   bool was_open = false;                // it has been a connection to `peer`, whatever the state is now
   bool superseded = false;              // another connection is, or becomes, the session
+  Silence silence{0};                   // of the peer
   ConnectionPtr lane_of;                // connection for which this end has initiated a lane
 
   // Sending, under send_mutex. Messages are sent in the order of the queue; `flushed` counts those sent.

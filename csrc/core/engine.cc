@@ -98,6 +98,7 @@ void Engine::on_timer(Lock& lock) {
   std::vector<ConnectionPtr> lenders;
   const Nanos at = now();
   parts_.timer.clear();
+  const Detector::Findings findings = parts_.detector.on_timer(at);
   parts_.calls.expire(at, released, expired);
   parts_.peers.on_timer(lock, at);
   parts_.leader.on_timer(at);
@@ -112,6 +113,8 @@ void Engine::on_timer(Lock& lock) {
   const bool flushes = at >= since && at - since >= kHandoffDelay;
   if (since != kNever && !flushes) parts_.timer.arm(since + kHandoffDelay);
   lock.unlock();
+  parts_.leader.read_for_timer();
+  parts_.detector.act(findings);
   for (const SentCall& call : expired) parts_.calls.send_cancel(call, CancelReason::kExpired, {});
   if (flushes) parts_.sender.flush_coalesced();
   if (trims) parts_.multicast_arena->trim(at - kTrimInterval);

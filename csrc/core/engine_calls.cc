@@ -37,7 +37,8 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
   }
   m->header.type = FrameType::kRequest;
   m->header.call_id = id;
-  m->header.timeout = o.deadline == kNever ? 0 : std::max<Nanos>(o.deadline - at, 1);
+  m->deadline = o.deadline;
+  stamp_timeout(*m, at);
   if (o.nested) m->header.flags |= kNested;
 
   if (connection && !straight) {
@@ -52,6 +53,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
             return parts_.sender.window_open(*connection, size) || connection->state == Connection::State::kClosed;
           },
           o.deadline, o.interrupted);
+      stamp_timeout(*m, now());
       if (end == WaitEnd::kDeadline || end == WaitEnd::kInterrupted) {  // the call is not made
         Lock lock(parts_.mutex);
         parts_.calls.complete(id, Completion{.status = CallStatus::kTimedOut, .why = "waiting"}, released);

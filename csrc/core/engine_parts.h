@@ -9,6 +9,7 @@
 #include "base/thread_safety.h"
 #include "core/call_table.h"
 #include "core/canceler.h"
+#include "core/detector.h"
 #include "core/leader.h"
 #include "core/peers.h"
 #include "core/sender.h"
@@ -45,6 +46,7 @@ struct EngineParts {
   Sender sender{*this, settings.window};
   Peers peers{*this};
   Leader leader{*this};
+  Detector detector{*this};
 };
 
 }  // namespace telegrad

@@ -89,6 +89,7 @@ void Leader::set_links_watched(bool enabled) {
 
 void Leader::become_leader() {
   has_leader_ = true;
+  unread_ = false;
   if (parked_) set_links_watched(false);
 }
 
@@ -114,12 +115,16 @@ void Leader::promote_sleeping_caller() {
 }
 
 void Leader::watch_links() {
+  unread_ = false;
   if (parked_) {
     set_links_watched(true);
   } else if (!sleeping_callers_.empty()) {
     promote_sleeping_caller();
   } else if (parts_.queue.has_idle_thread()) {
     parts_.queue.notify_idle_thread();
+  } else {
+    unread_ = true;
+    parts_.timer.arm(now() + kUnreadTimeout);
   }
 }
 

@@ -62,6 +62,10 @@ class Leader {
   void watch_links() REQUIRES(engine_mutex);
   /// Watches the links if no thread has polled for a while.
   void on_timer(Nanos at) REQUIRES(engine_mutex);
+  /// Reads the links on the timer thread if no other thread has been free to for a while.
+  void read_for_timer() EXCLUDES(engine_mutex);
+  /// Returns how often all links have been read. Any thread.
+  std::uint64_t reads() const { return reads_.load(std::memory_order_relaxed); }
   /// Returns how long links may go unread; longer if a thread polled in time.
   Nanos handoff_delay() const REQUIRES(engine_mutex) { return handoff_delay_; }
 
@@ -114,6 +118,7 @@ class Leader {
   bool poll_memory();
   bool read_from(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   void on_message(const ConnectionPtr& c, Incoming&& m) EXCLUDES(engine_mutex);
+  void answer_ping(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   void enable_busy_poll(const ConnectionPtr& c);
   // By a thread that becomes the leader.
   void enable_busy_poll_for(std::uint64_t connection) REQUIRES(engine_mutex);
@@ -132,6 +137,7 @@ class Leader {
   std::list<Waiter*> progress_ GUARDED_BY(engine_mutex);  // those that wait for credit or for bytes to be sent
   std::atomic<int> progress_waiters_ = 0;                 // their number
   Nanos released_at_ GUARDED_BY(engine_mutex) = 0;        // when the last leader resigned
+  bool unread_ GUARDED_BY(engine_mutex) = false;          // no thread was free to read the links when they were due
   Nanos handoff_delay_ GUARDED_BY(engine_mutex) = kHandoffDelay;
   Spin caller_spin_;              // of the leading caller
   const std::size_t spin_limit_;  // while this number of pool threads run items, the others do not spin
@@ -143,6 +149,7 @@ class Leader {
   std::uint32_t memory_polls_ = 0;
   std::uint64_t arrivals_ = 0;
   std::atomic<std::uint64_t> received_messages_ = 0;
+  std::atomic<std::uint64_t> reads_ = 0;
 };
 
 }  // namespace telegrad

@@ -54,6 +54,14 @@ bool Leader::arm_wakeups() {
   return busy_polled_.empty();
 }
 
+/// Does what other threads have left for the leader. Inline: it runs after every poll.
+inline void Leader::after_poll() {
+  if (has_closed_.load(std::memory_order_relaxed)) [[unlikely]]
+    reap_closed();
+  if (parts_.peers.has_resumable()) [[unlikely]]
+    parts_.peers.resume_handshakes();
+}
+
 /// Polls until something happens, spinning first if that pays. Returns false if nothing did before `until`, or if a
 /// caller has taken leadership from the pool thread of this term.
 bool Leader::poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term term) {
@@ -89,12 +97,6 @@ bool Leader::poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term t
   return found;
 }
 
-/// Does what other threads have left for the leader.
-void Leader::after_poll() {
-  if (has_closed_.load(std::memory_order_relaxed)) reap_closed();
-  if (parts_.peers.has_resumable()) parts_.peers.resume_handshakes();
-}
-
 /// Polls once while spinning. Most of these polls read only the links that were active last.
 bool Leader::poll_once(std::uint32_t turn) {
   if (!busy_polled_.empty() && ++memory_polls_ % kMemoryPolls != 0) {
@@ -122,6 +124,7 @@ bool Leader::poll_fds(int timeout_ms) {
   bool heard = poll_memory();
   if (!heard && timeout_ms != 0 && !arm_wakeups()) heard = poll_memory();
   epoll_event events[64];
+  reads_.fetch_add(1, std::memory_order_relaxed);
   const int n = epoll_wait(links_epoll_.get(), events, 64, heard ? 0 : timeout_ms);
   for (int i = 0; i < n; ++i) {
     const std::uint64_t token = events[i].data.u64;
@@ -194,6 +197,28 @@ bool Leader::read_from(const ConnectionPtr& c) {
   return true;
 }
 
+/// Answers even if a large message is being sent: the peer then receives that.
+void Leader::answer_ping(const ConnectionPtr& c) {
+  auto pong = std::make_unique<Outgoing>();
+  pong->header.type = FrameType::kPong;
+  parts_.sender.transmit(c, std::move(pong));
+}
+
+/// Reads the links on the timer thread if no other thread does.
+void Leader::read_for_timer() {
+  {
+    Lock lock(parts_.mutex);
+    if (has_leader_ || parked_ || !unread_ || now() - released_at_ < kUnreadTimeout) return;
+    become_leader();
+  }
+  const Nanos until = now() + kTimerReads;
+  while (poll_fds(0) && now() < until) {
+  }
+  after_poll();
+  Lock lock(parts_.mutex);
+  resign(false);
+}
+
 void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
   ++arrivals_;
   received_messages_.fetch_add(1, std::memory_order_relaxed);
@@ -230,7 +255,7 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
       item.connection = c->id;
       item.name = std::move(name);
       item.since = now();
-      item.deadline = deadline_after(item.since, m.header.timeout);
+      item.deadline = deadline_after(m.begun > 0 ? m.begun : item.since, m.header.timeout);
       item.message = std::move(m);
       Lock lock(parts_.mutex);
       return item.kind == WorkKind::kRequest ? parts_.queue.push_request(std::move(item))
@@ -245,6 +270,10 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
       return parts_.canceler.add(m.header);
     case FrameType::kCallState:
       return parts_.calls.on_state(*c, m.header.call_id, static_cast<CallState>(m.header.tag));
+    case FrameType::kPing:
+      return answer_ping(c);
+    case FrameType::kPong:
+      return;  // its arrival says it all
     case FrameType::kGoodbye:
       return parts_.peers.on_goodbye(*c);
     default:

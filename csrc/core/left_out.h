@@ -15,16 +15,11 @@
 #include "core/limits.h"
 #include "core/message.h"
 #include "memory/buffer_pool.h"
+#include "wire/constants.h"
 
 namespace telegrad {
 
-/// First byte of the body of such a message; the rest of the body is text.
-enum class LeftOut : char {
-  kTooLarge = 'L',  // over the limits
-  kNoMemory = 'M',
-  kCanceled = 'C',  // its caller has canceled the request before it ran, or was lost
-  kExpired = 'E',   // the deadline of the request passed before it ran
-};
+using wire::LeftOut;  // first byte of the body of such a message; the rest of the body is text
 
 /// Returns whether a message is within the limits of its receiver.
 bool fits(const Outgoing& message, const Limits& limits);

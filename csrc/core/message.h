@@ -6,6 +6,7 @@
 // `flags` belong to the layers above.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -14,15 +15,17 @@
 #include <string_view>
 #include <vector>
 
+#include "base/clock.h"
 #include "core/limits.h"
 #include "memory/block.h"
+#include "wire/constants.h"
 
 namespace telegrad {
 
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 inline constexpr std::uint32_t kMagic = 0x31524754;  // "TGR1"
-inline constexpr std::uint32_t kProtocolVersion = 7;
+inline constexpr std::uint32_t kProtocolVersion = 8;
 
 enum class FrameType : std::uint8_t {
   kHello = 1,      // handshake, initiator: own identity, wanted identity, nonce
@@ -40,6 +43,8 @@ enum class FrameType : std::uint8_t {
   kFragment = 21,   // fragment of a message that is striped over several lanes; see transports/tcp/laned_link.h
   kCancel = 22,     // ends the request with this call_id; `tag` is a CancelReason
   kCallState = 23,  // answers a kCancel with kExpired: `tag` is the CallState of the request
+  kPing = 24,       // asks for a sign of life
+  kPong = 25,       // answers a kPing at once
 };
 
 /// Reason for a kCancel.
@@ -60,16 +65,16 @@ enum class CallState : std::uint8_t {
 inline bool is_handshake(FrameType t) { return t <= FrameType::kConfirm; }
 
 enum FrameFlags : std::uint16_t {
-  kNested = 1 << 15,  // the request was made inside a handler: it always finds a thread
+  kNested = wire::Flag::kNested,  // the request was made inside a handler: it always finds a thread
   // The message is delivered even if its caller has given up: the request is sent, or the reply is processed.
-  kMustDeliver = 1 << 14,
+  kMustDeliver = wire::Flag::kMustDeliver,
   // The content is left out, because the message is over its receiver's limits or the receiver has no memory for it.
   // The body has the kind and the reason, and the trailer is the only segment. See core/left_out.h.
-  kLeftOut = 1 << 13,
+  kLeftOut = wire::Flag::kLeftOut,
   // The request runs even if its caller cancels it, is lost, or its deadline has passed: others count on its result.
-  kMustRun = 1 << 12,
+  kMustRun = wire::Flag::kMustRun,
   // The last segment is a trailer: data that both ends count on, kept when the content of a message is left out.
-  kTrailer = 1 << 2,
+  kTrailer = wire::Flag::kMetadata,
 };
 
 struct FrameHeader {
@@ -114,6 +119,7 @@ struct Outgoing {
   std::string_view body;
   std::vector<OutSegment> segments;
   std::unique_ptr<KeepAlive> owner;
+  Nanos deadline = kNever;                    // of a request
   std::int64_t epoch = kAnyEpoch;             // of the layer above: not sent after the end of its session
   bool immutable = false;                     // no other thread can change its bytes: see `copy_payload`
   bool fragmented = false;                    // by the link: its segments are sent as fragments, in any order
@@ -134,6 +140,11 @@ struct Outgoing {
   }
 };
 
+/// Gives a request the time that is left now. A message that has waited gets it again when it is sent.
+inline void stamp_timeout(Outgoing& m, Nanos at) {
+  if (m.deadline != kNever) m.header.timeout = std::max<Nanos>(m.deadline - at, 1);
+}
+
 /// Copies the unsent bytes into memory of the message itself, so that the sender may change the original. Not while the
 /// link sends the message. Returns the owner of the original memory, to be released while no lock is held. Returns null
 /// if nothing was borrowed, or if there is no memory for a copy; then the original stays in use.
@@ -150,6 +161,7 @@ struct Incoming {
   std::vector<BlockPtr> segments;
   // Not 0: there was no memory for this number of bytes. The link has read and discarded all except the trailer.
   std::uint64_t discarded = 0;
+  Nanos begun = 0;  // when the header of a large message arrived; 0: just now
 
   std::uint64_t payload_size() const {
     if (discarded > 0) return discarded;

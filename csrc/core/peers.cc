@@ -212,11 +212,11 @@ void Peers::fail_pending(PendingMessage&& pending, const std::string& why, Relea
   released.push_back(std::move(owner));
 }
 
-/// Fails calls that have waited for a connection for connect_timeout. The peer may still be alive, so
-/// messages that must be delivered stay queued.
+/// Fails calls that have waited for a connection for connect_timeout. The peer may still be alive, so messages that
+/// must be delivered stay queued, until the peer has been silent for as long as the failure detector allows.
 void Peers::expire_pending(Peer& peer, Nanos at, Released& released) {
   std::deque<PendingMessage> expired;
-  bool any = false;
+  bool any = false, lost = false;
   const std::string why = "no connection to worker " + peer.identity.name + " within connect_timeout: " +
                           (peer.last_error.empty() ? "it does not answer" : peer.last_error);
   std::erase_if(peer.pending, [&](PendingMessage& w) REQUIRES(engine_mutex) {
@@ -229,7 +229,12 @@ void Peers::expire_pending(Peer& peer, Nanos at, Released& released) {
       expired.push_back(std::move(w));
       return true;
     }
-    w.until = kNever;
+    if (std::exchange(w.expired, true)) {
+      lost = true;
+      return false;
+    }
+    w.until = parts_.detector.time_of_loss(at - parts_.settings.connect_timeout, at);
+    arm_timer(w.until);
     if (w.message->pending_send) w.message->pending_send->expired = true;
     parts_.calls.complete(w.message->header.call_id, Completion{.status = CallStatus::kUnreachable, .why = why},
                           released);
@@ -238,6 +243,7 @@ void Peers::expire_pending(Peer& peer, Nanos at, Released& released) {
   if (!any) return;
   if (peer.pending.empty() && std::exchange(peer.retry_at, kNever) != kNever) peer.connecting = false;
   for (auto& w : expired) fail_pending(std::move(w), why, released);
+  if (lost) return unreachable(peer, why, released);
   parts_.leader.notify_progress();
 }
 

@@ -56,6 +56,13 @@ struct Peer {
   std::int64_t epoch = 0;             // of the messages that the layer above makes now
 };
 
+inline bool Sender::reject_outdated(const Peer& peer, std::uint64_t id, const Outgoing& m, Released& released) {
+  if (m.epoch == kAnyEpoch || m.epoch == peer.epoch) [[likely]]
+    return false;
+  fail_outdated(id, released);
+  return true;
+}
+
 /// Or-ed to a connection's token: its `lanes_fd`.
 inline constexpr std::uint64_t kLanesBit = std::uint64_t{1} << 63;
 

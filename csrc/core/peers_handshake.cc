@@ -14,6 +14,7 @@ ConnectionPtr Peers::add_connection(std::unique_ptr<Link> link, Handshake handsh
   connections_.emplace(c->id, c);
   parts_.leader.add_fd(c->link->fd(), c->id);
   arm_timer(c->handshake_deadline);
+  parts_.detector.add(*c);
   return c;
 }
 

@@ -113,9 +113,10 @@ SendResult Sender::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgo
 
 void Sender::send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pending) {
   bool any_waits = false;
-  for (auto& [m, until] : pending) {
+  for (auto& [m, until, expired] : pending) {
     const auto pending_send = m->pending_send;
     Transmission p;
+    stamp_timeout(*m, now());
     const SendResult result = transmit_locked(c, m, p);
     if (!pending_send) continue;
     Lock lock(parts_.mutex);
@@ -138,7 +139,9 @@ void Sender::flush(const ConnectionPtr& c) {
     c->progress.fetch_add(1, std::memory_order_relaxed);
     c->stalled.store(false, std::memory_order_relaxed);
     while (!buffered && !c->queue.empty()) {
-      const SendState state = c->link->send(*c->queue.front());
+      Outgoing& front = *c->queue.front();
+      if (front.prefix.empty() && front.sent == 0) stamp_timeout(front, now());
+      const SendState state = c->link->send(front);
       if (state == SendState::kBlocked) waits_for_fd = c->link->waits_for_fd();
       if (state != SendState::kSent) break;  // the leader reports a broken link
       done.push_back(std::move(c->queue.front()));
@@ -154,13 +157,10 @@ void Sender::flush(const ConnectionPtr& c) {
   }
 }
 
-bool Sender::reject_outdated(const Peer& peer, std::uint64_t id, const Outgoing& m, Released& released) {
-  if (m.epoch == kAnyEpoch || m.epoch == peer.epoch) [[likely]]
-    return false;
-  if (id == 0) return true;
+void Sender::fail_outdated(std::uint64_t id, Released& released) {
+  if (id == 0) return;
   parts_.calls.release_keep_alive(id, released);
   parts_.calls.complete(id, Completion{.status = CallStatus::kPeerLost, .why = "the connection was lost"}, released);
-  return true;
 }
 
 bool Sender::reject_oversized(const Connection& c, std::uint64_t id, Outgoing& m, Released& released) {

@@ -45,8 +45,10 @@ struct Transmission {
 /// A message that waits for a connection.
 struct PendingMessage {
   std::unique_ptr<Outgoing> message;
-  Nanos until;  // when its call stops waiting. Messages that the reference protocol counts on stay queued longer, until
-                // the peer is connected or known to be dead
+  // When its call stops waiting. Messages that the reference protocol counts on stay queued longer, until the peer is
+  // connected, known to be dead, or lost because it is silent.
+  Nanos until;
+  bool expired = false;  // its call has stopped waiting
 };
 
 class Sender {
@@ -74,7 +76,7 @@ class Sender {
   /// Checks whether a message belongs to an ended session of the peer; `id` is 0 for a one-way message. Returns true if
   /// so: it is not sent, and its call has failed.
   bool reject_outdated(const Peer& peer, std::uint64_t id, const Outgoing& m, Released& released)
-      REQUIRES(engine_mutex);
+      REQUIRES(engine_mutex);  // inline, in peers.h
   /// Checks a message against the peer's limits; `id` is 0 for a one-way message. Returns true if it is over the limits
   /// and is not sent; its call has failed then. If the peer counts on its trailer, it is sent without its content, and
   /// the peer answers it.
@@ -123,6 +125,7 @@ class Sender {
   void abandon_in_child() REQUIRES(engine_mutex);
 
  private:
+  void fail_outdated(std::uint64_t id, Released& released) REQUIRES(engine_mutex);
   bool coalesce(const ConnectionPtr& c, const Outgoing& m, bool more) EXCLUDES(engine_mutex);
   void watch_writable(Connection& c, bool on);
   bool wait_for_pending_send(std::int32_t peer, Transmission& p, Nanos deadline,

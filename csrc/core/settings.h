@@ -21,6 +21,8 @@ struct Settings {
   Nanos handshake_timeout = 10 * kSecond;
   Nanos connect_timeout = 30 * kSecond;  // how long a call may wait for a connection; 0: without limit
   LinkSecurityPtr security;              // null: connections are not encrypted
+  Nanos heartbeat = 5 * kSecond;         // interval of the failure detector, see core/silence.h; 0: none. On TCP,
+  Nanos local_heartbeat = 30 * kSecond;  // and on connections within the host, where debuggers stop processes
   bool check_uid = true;                 // reject peers on this host that run as another user
 };
 

@@ -157,6 +157,13 @@ class Link {
   /// Closes the link in both directions. Messages reported as kSent are still delivered if the other end reads.
   virtual void close() = 0;
 
+  /// Returns how many bytes have arrived from the other end, in any part of a message. Any thread.
+  virtual std::uint64_t received_bytes() const = 0;
+
+  /// Has the kernel break the link when the host of the other end has been silent for this long. Before the first
+  /// `receive`. For links between hosts.
+  virtual void set_silence_limit([[maybe_unused]] Nanos limit) {}
+
   /// Returns why the link broke; "" for a plain end of stream. Valid after kBroken.
   virtual std::string error() const = 0;
 

@@ -24,6 +24,12 @@ inline constexpr Nanos kSignalCheckInterval = kSecond;
 /// Requests that a waiting caller reads before the pool polls: one may be the callback of the caller's own request.
 inline constexpr int kRequestsBeforeHandoff = 2;
 
+/// The timer thread reads the links if no thread has for this long, because user code has all threads. Far longer than
+/// usual handlers take, so that it does not compete with them.
+inline constexpr Nanos kUnreadTimeout = 100 * kMillisecond;
+/// Longest time that it reads, before the timer is due again.
+inline constexpr Nanos kTimerReads = 20 * kMillisecond;
+
 // ---- leader: polling
 
 /// Bytes read from one link before the others are read.

@@ -11,11 +11,12 @@
 #include "core/call_slab.h"
 #include "core/connection.h"
 #include "core/message.h"
+#include "wire/constants.h"
 
 namespace telegrad {
 
-enum class WorkKind : std::uint8_t { kRequest, kOneway, kCompletion, kEvent, kExitThread, kCancel = 6 };
-enum class EventKind : std::uint8_t { kPeerLost, kPeerLeft, kLog, kCallback, kPeerBack, kConnected };
+using wire::EventKind;
+using wire::WorkKind;
 
 /// Work for a thread of the pool. The kinds share fields, which makes moves into a queue and out of it cheap.
 struct WorkItem {

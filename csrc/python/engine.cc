@@ -92,9 +92,10 @@ std::optional<nb::tuple> next(Engine& e, PoolThread& self) {
 
 void construct(Engine* self, int id, const std::string& name, std::uint64_t incarnation, const std::string& group,
                const nb::bytes& secret, Nanos spin, std::size_t handlers, std::int64_t window, std::size_t pool_cache,
-               Nanos handshake_timeout, Nanos connect_timeout, std::uint64_t max_body, std::uint64_t max_message,
-               std::uint64_t shared_memory, std::uint32_t lanes, bool check_uid, bool secret_given, bool encrypted,
-               const std::string& certificate, const std::string& private_key, const std::string& authority) {
+               Nanos handshake_timeout, Nanos connect_timeout, Nanos heartbeat, Nanos local_heartbeat,
+               std::uint64_t max_body, std::uint64_t max_message, std::uint64_t shared_memory, std::uint32_t lanes,
+               bool check_uid, bool secret_given, bool encrypted, const std::string& certificate,
+               const std::string& private_key, const std::string& authority) {
   if (secret_given && !has_crypto()) throw std::runtime_error(std::string(kNoOpenSsl));
   Settings s;
   s.handshake.me = {.id = id, .name = name, .incarnation = incarnation};
@@ -106,6 +107,8 @@ void construct(Engine* self, int id, const std::string& name, std::uint64_t inca
   s.pool_cache = pool_cache;
   s.handshake_timeout = handshake_timeout;
   s.connect_timeout = connect_timeout;
+  s.heartbeat = heartbeat;
+  s.local_heartbeat = local_heartbeat;
   s.handshake.limits.body = max_body;
   s.handshake.limits.message = max_message;
   s.handshake.limits.leased = shared_memory;
@@ -190,9 +193,9 @@ void init_engine(nb::module_& m) {
                             "Times are in nanoseconds; a timeout of 0 is infinite.");
   engine
       .def("__init__", construct, nb::kw_only(), "id"_a, "name"_a, "incarnation"_a, "group"_a, "secret"_a, "spin"_a,
-           "handlers"_a, "window"_a, "pool_cache"_a, "handshake_timeout"_a, "connect_timeout"_a, "max_body"_a,
-           "max_message"_a, "shared_memory"_a, "lanes"_a, "check_uid"_a, "secret_given"_a, "encrypted"_a,
-           "certificate"_a, "private_key"_a, "authority"_a)
+           "handlers"_a, "window"_a, "pool_cache"_a, "handshake_timeout"_a, "connect_timeout"_a, "heartbeat"_a,
+           "local_heartbeat"_a, "max_body"_a, "max_message"_a, "shared_memory"_a, "lanes"_a, "check_uid"_a,
+           "secret_given"_a, "encrypted"_a, "certificate"_a, "private_key"_a, "authority"_a)
       .def("listen", &Engine::listen, "address"_a, "Listen on an address and return the address that peers connect to.")
       .def(
           "set_peer",

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "codec/gil.h"
+#include "wire/constants.h"
 
 namespace nb = nanobind;
 using namespace nanobind::literals;
@@ -18,7 +19,7 @@ using namespace nanobind::literals;
 namespace telegrad::python {
 namespace {
 
-constexpr int kInner = 0, kLeaf = 1;  // as in telegrad.autograd.graph.local_graph; any other kind is a recv
+constexpr int kInner = wire::NodeKind::kInner, kLeaf = wire::NodeKind::kLeaf;  // any other kind is a recv
 constexpr std::int32_t kNone = -1;
 constexpr int kFew = 8;  // nodes of a type up to which a lookup of its getter does not pay
 

@@ -97,6 +97,7 @@ nb::tuple work_item_tuple(WorkItem&& item) {
     case WorkKind::kCancel:
       return nb::make_tuple(kind, item.needs_thread, item.connection, item.message.header.call_id);
     case WorkKind::kExitThread:
+    case WorkKind::kNoWork:
       break;
   }
   return nb::make_tuple(kind, item.needs_thread);

@@ -8,10 +8,9 @@
 namespace telegrad::python {
 namespace {
 
-/// The fields of the metadata, as in telegrad.worker.calls.messages.
-enum Field : Py_ssize_t { kTickets, kTarget, kAutocast, kContext, kMessage, kProfile, kFields };
+using Field = wire::MetadataField;
 
-bool is_none(PyObject* metadata, Field field) { return PyTuple_GET_ITEM(metadata, field) == Py_None; }
+bool is_none(PyObject* metadata, int field) { return PyTuple_GET_ITEM(metadata, field) == Py_None; }
 
 }  // namespace
 
@@ -32,7 +31,7 @@ nb::object id_of(nb::handle context) {
 
 void add_metadata(Outgoing& m, const codec::Codec& codec, nb::handle target, nb::handle context, nb::handle message) {
   const nb::object metadata = python_result(
-      PyTuple_Pack(kFields, nb::tuple().ptr(), target.ptr(), Py_None, context.ptr(), message.ptr(), Py_None));
+      PyTuple_Pack(Field::kCount, nb::tuple().ptr(), target.ptr(), Py_None, context.ptr(), message.ptr(), Py_None));
   codec::Encoded encoded;
   if (!is_encoded(codec.encode_basic(metadata.ptr(), encoded))) {
     PyErr_SetString(codec::codec_error(), "the metadata of a message cannot be encoded");
@@ -69,18 +68,19 @@ bool AutogradHooks::read(const codec::Codec& codec, const Incoming& message, Con
   const Block& last = *message.segments.back();
   const nb::object metadata =
       python_result(codec.decode({reinterpret_cast<const char*>(last.data()), last.size()}, {}));
-  if (!PyTuple_CheckExact(metadata.ptr()) || PyTuple_GET_SIZE(metadata.ptr()) != kFields) return false;
-  const Py_ssize_t tickets = PyObject_Size(PyTuple_GET_ITEM(metadata.ptr(), kTickets));
+  if (!PyTuple_CheckExact(metadata.ptr()) || PyTuple_GET_SIZE(metadata.ptr()) != Field::kCount) return false;
+  const Py_ssize_t tickets = PyObject_Size(PyTuple_GET_ITEM(metadata.ptr(), Field::kTickets));
   if (tickets < 0) PyErr_Clear();
-  const bool names_context = !is_none(metadata.ptr(), kContext), names_target = !is_none(metadata.ptr(), kTarget);
-  if (tickets != 0 || !is_none(metadata.ptr(), kAutocast) || !is_none(metadata.ptr(), kProfile) ||
+  const bool names_context = !is_none(metadata.ptr(), Field::kContext),
+             names_target = !is_none(metadata.ptr(), Field::kTarget);
+  if (tickets != 0 || !is_none(metadata.ptr(), Field::kAutocast) || !is_none(metadata.ptr(), Field::kProfile) ||
       names_context == names_target)
     return false;
   if (names_target) return true;
-  const nb::object id = nb::borrow(PyTuple_GET_ITEM(metadata.ptr(), kContext));
+  const nb::object id = nb::borrow(PyTuple_GET_ITEM(metadata.ptr(), Field::kContext));
   if (nb::cast<std::int64_t>(id) < 0) return false;  // a call chain, which Python enters
   out.id = id;
-  out.message = nb::borrow(PyTuple_GET_ITEM(metadata.ptr(), kMessage));
+  out.message = nb::borrow(PyTuple_GET_ITEM(metadata.ptr(), Field::kMessage));
   return true;
 }
 

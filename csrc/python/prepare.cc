@@ -10,9 +10,8 @@
 namespace telegrad::python {
 namespace {
 
-/// The fields of telegrad.serialize.function_names._Known, and of telegrad.worker.scope.Scope.
+/// The fields of telegrad.serialize.function_names._Known.
 enum KnownField : Py_ssize_t { kNumber, kText, kHome, kModule, kName, kPath, kKnownFields };
-enum ScopeField : Py_ssize_t { kWorker, kDeadline, kNested, kRequest, kAutograd, kConnection, kCall, kChain };
 
 /// Reports whether a function without arguments returns `what`. Throws nb::python_error.
 bool returns(const nb::object& function, PyObject* what) {
@@ -180,15 +179,15 @@ void Preparer::read_scope(PreparedCall& call, Nanos timeout) const {
   const nb::object scope = nb::steal(found);
   call.in_scope = scope.is_valid() && !scope.is_none();
   if (call.in_scope) {
-    call.context = nb::borrow(PyTuple_GET_ITEM(scope.ptr(), kAutograd));
-    call.chain = nb::borrow(PyTuple_GET_ITEM(scope.ptr(), kChain));
+    call.context = nb::borrow(PyTuple_GET_ITEM(scope.ptr(), wire::ScopeField::kAutograd));
+    call.chain = nb::borrow(PyTuple_GET_ITEM(scope.ptr(), wire::ScopeField::kChain));
   }
   if (call.context.is_none() && !autograd_.outside().is_none()) call.context = autograd_.outside();
   // Without grad mode nothing is recorded outside of contexts, as in local code.
   if (call.context.is(autograd_.plain()) && !returns(is_grad_enabled_, Py_True)) call.context = nb::none();
   if (!call.in_scope) return;
-  call.nested = PyTuple_GET_ITEM(scope.ptr(), kNested) == Py_True;
-  const Nanos deadline = nb::cast<Nanos>(nb::handle(PyTuple_GET_ITEM(scope.ptr(), kDeadline)));
+  call.nested = PyTuple_GET_ITEM(scope.ptr(), wire::ScopeField::kNested) == Py_True;
+  const Nanos deadline = nb::cast<Nanos>(nb::handle(PyTuple_GET_ITEM(scope.ptr(), wire::ScopeField::kDeadline)));
   if (deadline == 0) return;
   const Nanos left = std::max<Nanos>(deadline - now(), 1);
   call.timeout = timeout == 0 ? left : std::min(timeout, left);

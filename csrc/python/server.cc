@@ -26,7 +26,6 @@ namespace {
 constexpr int kAtATime = 16;  // work items before returning to Python, which may then switch threads
 constexpr std::size_t kMostEnded = 64;
 constexpr Nanos kEndDelay = 5 * kMillisecond;  // longest time until an ended context is cleaned up
-constexpr int kAgain = 5;                      // kind of item: nothing to do, call `next` again
 
 class Server {
  public:
@@ -61,7 +60,7 @@ class Server {
         return work_item_tuple(std::move(item));
       }
     }
-    return nb::make_tuple(kAgain, false);
+    return nb::make_tuple(static_cast<int>(WorkKind::kNoWork), false);
   }
 
   /// Resumes a request that was parked.

@@ -6,6 +6,9 @@
 namespace telegrad::python::wire {
 
 using telegrad::wire::Flag;
+using telegrad::wire::MetadataField;
+using telegrad::wire::NodeKind;
+using telegrad::wire::ScopeField;
 using telegrad::wire::Tag;
 
 inline constexpr int kCall = Tag::kCall, kGradients = Tag::kGradients, kValue = Tag::kValue, kCreated = Tag::kCreated,

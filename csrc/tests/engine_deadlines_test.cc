@@ -1,5 +1,8 @@
 // Timeouts, late replies, and objects that are kept until a late reply.
+#include <sys/socket.h>
+
 #include "tests/workers.h"
+#include "transports/frames.h"
 
 namespace telegrad::test {
 namespace {
@@ -100,6 +103,73 @@ CASE(the_handler_gets_the_deadline) {
   CHECK_EQ(body_of(a.call(1, {.tag = kCustom})), "none");
   CHECK_EQ(body_of(a.call(1, {.tag = kCustom, .timeout = 60 * kSecond})), "enough");
   CHECK_EQ(body_of(a.call(1, {.tag = kCustom, .timeout = 30 * kSecond})), "less");
+}
+
+constexpr Nanos kTimeout = 60 * kSecond, kDelay = 30 * kMillisecond;
+
+/// The wait for the connection is part of the time of a request.
+CASE(the_timeout_is_that_of_the_sending) {
+  Worker a(0);
+  Puppet p(1);
+  a.engine->set_peer(p.address());
+  std::thread caller([&] { CHECK_EQ(body_of(a.call(1, {.timeout = kTimeout})), "yes"); });
+  readable(p.listener->fd());
+  polls(-1, 0, kDelay / kMillisecond);
+  p.accept();
+  const Incoming request = p.receive();
+  CHECK(request.header.timeout <= kTimeout - kDelay);
+  CHECK(request.header.timeout > kTimeout / 2);
+  p.reply(request, "yes");
+  caller.join();
+}
+
+/// A request that waits behind others in the queue of its connection gets its timeout when its turn comes.
+CASE(the_timeout_of_a_queued_request_is_that_of_its_sending) {
+  Stage s;
+  const std::string large(32 << 20, 'x');
+  s.a.start(1, 1, {.segments = {large}, .timeout = kTimeout, .never_wait = true});
+  s.a.start(1, 2, {.body = "behind", .timeout = kTimeout, .never_wait = true});
+  polls(-1, 0, kDelay / kMillisecond);
+  std::thread reader([&] { s.a.call(1, {.body = "last"}); });  // its thread sends the queue
+  CHECK_EQ(s.p.receive().segments.at(0)->size(), large.size());
+  const Incoming behind = s.p.receive();
+  CHECK_EQ(std::string(behind.body_view()), "behind");
+  CHECK(behind.header.timeout <= kTimeout - kDelay);
+  s.p.reply(s.p.receive(), "");
+  reader.join();
+}
+
+/// The time in which the content of a request arrives is part of its time.
+CASE(the_deadline_counts_from_the_header) {
+  Worker a(0);
+  a.listen("unix");
+  Counter ran;
+  Nanos left = 0;
+  a.on_custom = [&](WorkItem& item) {
+    left = item.deadline - now();
+    ran.add();
+  };
+  Puppet p(1);
+  p.connect(a.address());
+  Message request = message(FrameType::kRequest, "", 1);
+  request.header.tag = kCustom;
+  request.header.timeout = kTimeout;
+  request.segments = {std::string(100 << 10, 'x')};
+  Outgoing out = request.outgoing();
+  start_frame(out);
+  CHECK(::send(p.link->fd(), out.prefix.data(), out.prefix.size(), 0) > 0);
+  polls(-1, 0, kDelay / kMillisecond);
+  const std::string& content = request.segments[0];
+  for (std::size_t sent = 0; sent < content.size();) {
+    const ssize_t n = ::send(p.link->fd(), content.data() + sent, content.size() - sent, MSG_DONTWAIT);
+    if (n > 0)
+      sent += static_cast<std::size_t>(n);
+    else
+      writable(p.link->fd());
+  }
+  ran.wait_for(1);
+  CHECK(left <= kTimeout - kDelay);
+  CHECK(left > kTimeout / 2);
 }
 
 CASE(a_late_reply_is_dropped) {

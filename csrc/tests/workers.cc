@@ -91,7 +91,7 @@ void Worker::run_pool() {
   while (true) {
     WorkItem item;
     if (!engine->next(self, item)) return;
-    if (item.needs_thread) add_threads(1);
+    if (item.needs_thread && starts_threads) add_threads(1);
     if (item.kind == WorkKind::kExitThread) return;
     handle(item);
   }
@@ -131,6 +131,7 @@ void Worker::handle(WorkItem& item) {
       return;
     }
     case WorkKind::kExitThread:
+    case WorkKind::kNoWork:
       return;
     case WorkKind::kRequest:
     case WorkKind::kOneway:

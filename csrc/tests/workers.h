@@ -72,6 +72,7 @@ class Worker {
   const int id;
   std::unique_ptr<Engine> engine;
   Event release;
+  std::atomic<bool> starts_threads = true;  // false: as while user code holds the GIL, no thread can be started
   // Set before the first connection, or under `mutex`: the sanitizer does not see that a message of shared memory
   // orders its sender before its receiver.
   std::function<void(WorkItem&)> on_custom;

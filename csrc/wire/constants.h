@@ -58,10 +58,10 @@ enum class Status : std::uint8_t {
   kPending = 0,
   kReplied = 1,
   kTimedOut = 2,
-  kPeerLost = 3,
-  kUnreachable = 4,
-  kStopped = 5,
-  kTooLarge = 6,
+  kPeerLost = 3,  // the peer died, left, or broke the connection
+  kUnreachable = 4,  // no connection could be made
+  kStopped = 5,  // this worker was stopped
+  kTooLarge = 6,  // the request is over the peer's limits and was not sent
   kCanceled = 7,
 };
 
@@ -94,6 +94,7 @@ struct MetadataField {
   static constexpr int kContext = 3;  // id of the autograd context, or None; 0 or a call chain (negative): no context
   static constexpr int kMessage = 4;  // id under which both ends record the tensors that require grad; 0: none
   static constexpr int kProfile = 5;  // request: what to record; reply: what was recorded; or None
+  static constexpr int kCount = 6;
 };
 
 /// Position in `telegrad.worker.scope.Scope`.
@@ -106,6 +107,7 @@ struct ScopeField {
   static constexpr int kConnection = 5;
   static constexpr int kCall = 6;
   static constexpr int kChain = 7;
+  static constexpr int kCount = 8;
 };
 
 /// Kind of a node in the walk of an autograd graph.

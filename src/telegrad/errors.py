@@ -6,7 +6,7 @@ what happened, where, and what to do. The facts are attributes too, so that a pr
 
 import concurrent.futures
 import sys
-from typing import Any, Self
+from typing import Any, Final, Self
 
 __all__ = [
     "Cancelled",
@@ -113,18 +113,24 @@ class UnknownWorker(TelegradError):
         )
 
 
+_REMEDY_BY_STATE: Final = {
+    "waiting": "Start the callee earlier, or raise connect_timeout or request_window_bytes in the options.",
+    "queued": "Raise num_worker_threads of the callee, or pass a larger timeout= (0 means no limit).",
+    "reply lost": "Pass a larger timeout= (0 means no limit), or check the network.",
+    "unknown": "Check whether the callee's process is stopped.",
+}
+
+
 class RpcTimeout(TelegradError, TimeoutError):
     """A call did not finish within its timeout. It is a ``TimeoutError`` as well.
 
     Args:
         timeout: The timeout in seconds.
         call: Function and callee, for example ``"torch.add on ps0"``.
-        state: How far the call had come. ``"waiting"``: not sent, without a connection, or because the callee had too
-            many requests. ``"queued"``: at the callee, never ran. ``"running"``: still running; the callee has been
-            notified. ``"reply lost"``: it ran, and its reply was late or lost. ``"unknown"``: the callee did not say.
-            ``"intercepted"``: an interceptor returned a future of its own, which was not done. Empty or
-            another text for timeouts of other operations.
-        remedy: What the user can do.
+        state: How far the call had come: ``"waiting"`` (not sent: no connection, or too many requests at the callee),
+            ``"queued"`` (never ran), ``"running"`` (still runs, and has been notified), ``"reply lost"`` (ran),
+            ``"intercepted"`` (an interceptor's own future was not done), ``"unknown"``; or another operation's text.
+        remedy: What the user can do; by default, what helps in this state.
 
     Example::
 
@@ -140,20 +146,17 @@ class RpcTimeout(TelegradError, TimeoutError):
         # Of the two bases OSError has the larger layout, and its constructor would interpret arguments as an errno.
         return OSError.__new__(cls)
 
-    def __init__(self, timeout: float, call: str = "", state: str = "", remedy: str = LARGER) -> None:
+    def __init__(self, timeout: float, call: str = "", state: str = "", remedy: str = "") -> None:
         self.timeout = timeout
         self.call = call
         self.state = state
         details = "; ".join(filter(None, (call, "state unknown" if state == "unknown" else state)))
+        limit = f"{timeout * 1000:.6g}" if timeout < 1 else round(timeout * 1000)
         super().__init__(
-            f"RPC ran for more than set timeout ({_milliseconds(timeout)} ms) and will now be marked with an error"
+            f"RPC ran for more than set timeout ({limit} ms) and will now be marked with an error"
             + (f" ({details})" if details else "")
-            + f". {remedy}"
+            + f". {remedy or _REMEDY_BY_STATE.get(state, self.LARGER)}"
         )
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.6g}" if seconds < 1 else str(round(seconds * 1000))
 
 
 class Cancelled(TelegradError, concurrent.futures.CancelledError):
@@ -185,6 +188,8 @@ class WorkerLost(TelegradError):
     Args:
         name: The callee's name.
         why: Reason, for example ``"connection closed by peer (process 4711 died)"``.
+        incarnation: The newest process of this name that was known when the error was made; 0 if none. Of two
+            processes, the later one has the greater number.
 
     Example::
 
@@ -196,9 +201,10 @@ class WorkerLost(TelegradError):
                 print(error.name, error.why)
     """
 
-    def __init__(self, name: str, why: str) -> None:
+    def __init__(self, name: str, why: str, incarnation: int = 0) -> None:
         self.name = name
         self.why = why
+        self.incarnation = incarnation
         super().__init__(
             f"worker {name} is lost: {why}. It may or may not have run the calls that were waiting for it; Telegrad"
             " does not repeat them. See the worker's own output for the cause."
@@ -213,6 +219,14 @@ class WorkerLost(TelegradError):
     def unreached(self) -> bool:
         """Whether only the connection timed out, so that the worker may be alive."""
         return self.why.startswith("no connection to worker")  # text of the core
+
+    @property
+    def silent(self) -> bool:
+        """Whether the worker gave no sign of life.
+
+        It may be stopped, or cut off by the network.
+        """
+        return self.why.startswith("it gave no sign of life")  # text of the core, csrc/core/detector.cc
 
 
 class OwnerLost(WorkerLost):
@@ -230,8 +244,8 @@ class OwnerLost(WorkerLost):
                 print(error.name, error.why)
     """
 
-    def __init__(self, name: str, why: str, rref: str = "") -> None:
-        super().__init__(name, why)
+    def __init__(self, name: str, why: str, rref: str = "", incarnation: int = 0) -> None:
+        super().__init__(name, why, incarnation)
         self.rref = rref
         what = f"the value of {rref}" if rref else "the value of a remote reference"
         self.args: tuple[Any, ...] = (

@@ -271,6 +271,20 @@ class Options(RpcBackendOptions):
         env="TELEGRAD_HANDSHAKE_TIMEOUT",
         unit="s",
     )
+    heartbeat: float = _option(
+        5.0,
+        "how long another host may be silent until it is asked for a sign of life; a worker that leaves two of these"
+        " unanswered is lost, within three times this time; 0 means never. For connections over TCP",
+        env="TELEGRAD_HEARTBEAT",
+        unit="s",
+    )
+    local_heartbeat: float = _option(
+        30.0,
+        "the same for connections within a host; the kernel reports the end of a process there at once, so this finds"
+        " only stopped processes, and debuggers stop processes too",
+        env="TELEGRAD_LOCAL_HEARTBEAT",
+        unit="s",
+    )
     member_lease: float = _option(
         10.0,
         "how long a worker may be silent at the group's store, which it contacts eight times within this time, until"

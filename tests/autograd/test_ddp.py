@@ -65,7 +65,7 @@ def train(rank: int, _n: int, store: str) -> list[list[float]]:
 
 
 def test_gradients_on_both_sides_of_a_call_are_reduced() -> None:
-    *trainers, _ = processes(TRAINERS + 1, train)
+    *trainers, _ = processes(TRAINERS + 1, train, method="forkserver")
     for first, second, alone in trainers:
         torch.testing.assert_close(torch.tensor(first), torch.tensor(alone))
         assert first == second
@@ -201,7 +201,7 @@ class LocalTwoOutputs(TwoOutputs):
 
 
 def test_plain_passes_reduce_gradients() -> None:
-    *trainers, _ = processes(TRAINERS + 1, train_without_context)
+    *trainers, _ = processes(TRAINERS + 1, train_without_context, method="forkserver")
     Head.weight = torch.tensor([2.0, 3.0], requires_grad=True)
     step, accumulated = alone([0], range(TRAINERS), WithHead()), alone([0, 1], range(TRAINERS), WithHead())
     around = LocalAroundACall()

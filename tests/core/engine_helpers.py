@@ -46,11 +46,18 @@ class Native:
             "pool_cache": 1 << 28,
             "handshake_timeout": 10 * SECOND,
             "connect_timeout": 30 * SECOND,
+            "heartbeat": 0,
+            "local_heartbeat": 0,
             "max_body": 1 << 30,
             "max_message": 1 << 36,
             "shared_memory": 1 << 30,
             "lanes": 4,
             "check_uid": True,
+            "secret_given": False,
+            "encrypted": False,
+            "certificate": "",
+            "private_key": "",
+            "authority": "",
         }
         self.engine = _core.Engine(id=ident, name=f"w{ident}", **settings | options)
         self.address = self.engine.listen(f"unix:@telegrad-test-{uuid.uuid4().hex}")

@@ -1,7 +1,7 @@
 """Program that exits while its daemon threads and handlers are in Telegrad.
 
-Usage: python exiting_program.py CASE COUNT. It forks COUNT children that run to the exit of the interpreter, and prints
-the number of children per exit status other than 0.
+Usage: python exiting_program.py COUNT CASE... It forks COUNT children per case, which run to the exit of the
+interpreter, and prints the number of children per case and exit status other than 0.
 """
 
 import asyncio
@@ -137,23 +137,29 @@ def begin(what: str) -> list[Any]:
     return kept
 
 
-def fork(what: str, count: int) -> bool:
-    """Fork children; return True in a child."""
-    ended: Counter[int] = Counter()
-    running = 0
-    for _ in range(count):
-        if not os.fork():
-            return True
-        running += 1
-        if running == AT_ONCE:
-            ended[os.waitstatus_to_exitcode(os.wait()[1])] += 1
-            running -= 1
-    for _ in range(running):
-        ended[os.waitstatus_to_exitcode(os.wait()[1])] += 1
-    ended.pop(0, None)
-    print(dict(ended))
-    return False
+def fork(cases: list[str]) -> str | None:
+    """Fork a child per case; return its case in a child."""
+    failed: Counter[tuple[str, int]] = Counter()
+    running: dict[int, str] = {}
+
+    def wait_for_one() -> None:
+        pid, status = os.wait()
+        case, code = running.pop(pid), os.waitstatus_to_exitcode(status)
+        if code:
+            failed[case, code] += 1
+
+    for case in cases:
+        pid = os.fork()
+        if not pid:
+            return case
+        running[pid] = case
+        if len(running) == AT_ONCE:
+            wait_for_one()
+    while running:
+        wait_for_one()
+    print(dict(failed))
+    return None
 
 
-if __name__ == "__main__" and fork(sys.argv[1], int(sys.argv[2])):
-    keep = begin(sys.argv[1])
+if __name__ == "__main__" and (case := fork(sys.argv[2:] * int(sys.argv[1]))):
+    keep = begin(case)

@@ -20,9 +20,7 @@ from telegrad.rpc import Options
 
 TIMEOUT = 30.0  # s; steps are short, but the machine may be busy
 
-# Forked from a process without threads that has imported everything, so a worker starts in milliseconds.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["telegrad.rpc", "telegrad.testing"])
 
 state: dict[str, Any] = {}
 """What steps leave for later ones, in each actor's process."""

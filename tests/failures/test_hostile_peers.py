@@ -24,6 +24,7 @@ from raw_peer_helpers import (
     REFUSE,
     REPLY,
     REQUEST,
+    VERSION,
     WELCOME,
     Bomb,
     RawPeer,
@@ -135,7 +136,7 @@ def test_another_version(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> Non
     peer.send(frame(HELLO, struct.pack("<I", 999) + peer.hello(NEW_WORKER)[4:]))
     ((kind, why),) = peer.ended()
     assert (kind, why) == (REFUSE, ONE_WORD)
-    assert_rejected(caplog, "protocol version 999 is not 7: run one version of telegrad on all workers")
+    assert_rejected(caplog, f"protocol version 999 is not {VERSION}: run one version of telegrad on all workers")
 
 
 def test_a_replayed_handshake_is_rejected(peer: RawPeer, caplog: pytest.LogCaptureFixture) -> None:

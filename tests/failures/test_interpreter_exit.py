@@ -11,19 +11,17 @@ PROGRAM = Path(__file__).with_name("exiting_program.py")
 TIMEOUT = 300.0  # s
 
 
-def assert_clean_exit(what: str, count: int) -> None:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), what, str(count)], capture_output=True, text=True, timeout=TIMEOUT, check=True
-    )
-    assert done.stdout == "{}\n", f"children by exit status: {done.stdout}{done.stderr[-4000:]}"
+def assert_clean_exits(count: int, *cases: str) -> None:
+    command = [sys.executable, str(PROGRAM), str(count), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True)
+    assert done.stdout == "{}\n", f"children by case and exit status: {done.stdout}{done.stderr[-4000:]}"
 
 
-@pytest.mark.parametrize("what", ["calls", "calls during the end", "passes", "handlers", "callbacks"])
-def test_a_few_exits(what: str) -> None:
-    assert_clean_exit(what, 6)
+def test_a_few_exits() -> None:
+    assert_clean_exits(3, "calls", "calls during the end", "passes", "handlers", "callbacks")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [*ROUNDS, *LEFT_BEHIND, *DURING_THE_END])
 def test_many_exits(what: str) -> None:
-    assert_clean_exit(what, 60)
+    assert_clean_exits(60, what)

@@ -31,7 +31,7 @@ def host_store(port: int) -> None:
 
 
 def options(where: str, **more: Any) -> Options:
-    return Options(init_method=where, rpc_timeout=TIMEOUT, member_lease=LEASE, **more)
+    return Options(init_method=where, rpc_timeout=TIMEOUT, member_lease=LEASE, local_heartbeat=LEASE / 4, **more)
 
 
 pytestmark = pytest.mark.openssl  # its groups have secrets
@@ -177,7 +177,7 @@ def test_stopped_member_does_not_delay_a_newcomer(four: list[Actor], where: str)
     assert third.do(join, third.name, where) < SOON
     kind, text = first.do(failure, call, "w1", abs, -1)
     assert kind == "WorkerLost"
-    assert "it has not renewed its lease for 2 s" in text
+    assert "it has not renewed its lease for" in text
     resume(stopped)
     eventually(lambda: "worker w1 is out of its group: it has not renewed its lease" in stopped.stderr())
     eventually(lambda: "out of its group" in stopped.do(failure, call, "w0", abs, -1)[1])

@@ -4,7 +4,6 @@ The worker ends after the program's own `atexit` handlers, with a goodbye messag
 """
 
 import atexit
-import multiprocessing
 import queue
 import sys
 import threading
@@ -21,7 +20,6 @@ METHODS = ["fork", "forkserver", "spawn"]
 HANDLERS_RUN = METHODS if sys.version_info >= (3, 13) else ["spawn"]  # before 3.13 forked children end with os._exit
 TIMEOUT = 40.0  # s
 
-multiprocessing.get_context("forkserver").set_forkserver_preload(["telegrad.rpc", "telegrad.testing"])
 
 _heard: "queue.Queue[str]" = queue.Queue()
 _called = threading.Event()

@@ -86,26 +86,6 @@ def test_a_worker_of_the_first_attempt_still_runs(torchrun: Launcher, victim: in
     eventually(survived.exists)
 
 
-FORMS = {
-    "a module": ("-m", "torch.distributed.run", "AGENT", "-m", "telegrad", "run", "--drop-in"),
-    "a command": ("-m", "torch.distributed.run", "AGENT", "--no-python", "telegrad", "run", "--drop-in"),
-    "from outside": ("-m", "telegrad", "run", "--drop-in", "-m", "torch.distributed.run", "AGENT"),
-}
-SLOWLY = ("a command", "from outside")
-
-
-@pytest.mark.parametrize("form", ["a module", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWLY)])
-def test_a_drop_in_program(torchrun: Launcher, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the forms that docs/drop-in.md shows."""
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    agent = FORMS[form].index("AGENT")
-    before, after = FORMS[form][:agent], FORMS[form][agent + 1 :]
-    words = ("--standalone", "--nproc-per-node", "2", *after, str(PROGRAMS / "torch_program.py"), str(torchrun.folder))
-    torchrun.start(*before, *words)
-    torchrun.finish()
-    assert torchrun.done() == [f"telegrad.rpc.start rank {rank} of 2" for rank in range(2)]
-
-
 def test_two_agents_that_count_differently(torchrun: Launcher) -> None:
     """An agent counts only the restarts that its own workers have caused."""
     where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "job")

@@ -65,6 +65,24 @@ def test_a_step_equals_one_process_bit_by_bit(schedule: Any, places: list[str]) 
     assert equal(gradients(pipe), gradients_here(model))
 
 
+def test_the_first_step_uses_the_threads_that_the_program_has_set() -> None:
+    """Two threads of torch round the product of 33 rows differently."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with cluster(2):  # its threads have not run anything
+            pipe = Pipeline([("w1", nn.Linear, (16, FEATURES))], F.mse_loss, micro_batches=1)
+            model = nn.Linear(16, FEATURES)
+            model.load_state_dict(pipe.stages[0].state_dict())
+            x, target = torch.randn(33, 16), torch.randn(33, FEATURES)
+            pipe.step(x, target=target)
+            step_here(model, x, target)
+            assert equal(gradients(pipe), gradients_here(model))
+            del pipe
+    finally:
+        torch.set_num_threads(before)
+
+
 @SCHEDULES
 def test_a_step_equals_the_whole_batch_except_for_rounding(schedule: Any) -> None:
     pipe = Pipeline(stages(["w1", "w2"]), F.mse_loss, micro_batches=4, schedule=schedule)

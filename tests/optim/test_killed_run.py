@@ -39,11 +39,11 @@ def train_in_processes(rank: int, n: int, init_method: str, folder: str, die: bo
 @pytest.mark.timeout(180)
 def test_a_killed_run_reaches_the_same_loss_bit_for_bit(tmp_path: Path) -> None:
     """The trainer and an owner are killed; the run continues on fewer workers."""
-    with Processes(3, train_in_processes, str(tmp_path / "killed"), True, ("w1", "w2")) as group:
+    with Processes(3, train_in_processes, str(tmp_path / "killed"), True, ("w1", "w2"), method="forkserver") as group:
         with pytest.raises(AssertionError, match="died with exit code -9"):
             group.results(60.0, ranks=[0])
         group.kill(1)
-    with Processes(2, train_in_processes, str(tmp_path / "killed"), False, ("w1", "w0")) as again:
+    with Processes(2, train_in_processes, str(tmp_path / "killed"), False, ("w1", "w0"), method="forkserver") as again:
         continued = again.results(60.0)[0]
     with cluster(3):
         run = Run(("w1", "w2"))

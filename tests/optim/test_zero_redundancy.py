@@ -42,7 +42,7 @@ def train(rank: int, n: int, init_method: str) -> Any:
 
 @pytest.mark.timeout(120)
 def test_both_optimizers_in_two_trainers() -> None:
-    found = processes(2, train)
+    found = processes(2, train, method="forkserver")
     dense = layer(7)
     remotes = layer(0), layer(1)
     optimizers = [optim.Adam(module.parameters(), lr=0.1) for module in (dense, *remotes)]

@@ -225,7 +225,7 @@ def test_a_result_that_never_comes_exceeds_the_timeout(call: Any) -> None:
 def test_the_timeout_cancels_what_runs(log: Log) -> None:
     def never(call: rpc.InterceptedCall, proceed: rpc.Proceed) -> object:
         outer: CallFuture[Any] = CallFuture(NO_DEVICES)
-        proceed(dataclasses.replace(call, timeout=0.05)).then(lambda _: None)
+        proceed(dataclasses.replace(call, timeout=0.3)).then(lambda _: None)
         return outer
 
     with rpc.intercept(client=never), pytest.raises(RpcTimeout):

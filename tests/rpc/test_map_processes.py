@@ -25,6 +25,6 @@ def _maps_past_a_kill(rank: int, n: int, init_method: str) -> Any:
 
 
 def test_a_killed_process() -> None:
-    with Processes(3, _maps_past_a_kill) as group:
+    with Processes(3, _maps_past_a_kill, method="forkserver") as group:
         got, _ = group.results(ranks=(0, 2))
     assert got == list(range(5000))

@@ -371,7 +371,7 @@ def forget() -> None:
 
 
 def test_receiver_dies() -> None:
-    with Processes(3, _stays) as group:
+    with Processes(3, _stays, method="forkserver") as group:
         assert group.results(ranks=(0,)) == [[float(N)]]
 
 
@@ -396,5 +396,5 @@ def _slow(rank: int, n: int, init_method: str) -> Any:
 
 
 def test_a_stopped_receiver_delays_no_other() -> None:
-    with Processes(3, _slow) as group:
+    with Processes(3, _slow, method="forkserver") as group:
         assert group.results(ranks=(0,))[0] < 30  # forever, if they waited for each other

@@ -308,7 +308,7 @@ def test_forks_have_separate_memory() -> None:
 
 
 def test_callee_dies() -> None:
-    with Processes(2, use_result_of_killed_peer, warm_up, build, (2.0,)) as group:
+    with Processes(2, use_result_of_killed_peer, warm_up, build, (2.0,), method="forkserver") as group:
         assert group.results(ranks=(0,)) == [3.0 * N]
 
 
@@ -346,5 +346,5 @@ def _receiver_dies(rank: int, n: int, init_method: str) -> float:
 
 
 def test_receiver_dies() -> None:
-    with Processes(2, _receiver_dies) as group:
+    with Processes(2, _receiver_dies, method="forkserver") as group:
         assert group.results(ranks=(0,)) == [2.0 * N]

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -116,7 +117,11 @@ def test_functions_that_return_no_iterator() -> None:
     async def coroutine() -> int:
         return 1
 
-    for function, match in ((lambda: [1, 2], "a list, not an iterator"), (coroutine, "a coroutine, not an iterator")):
+    for function, match in (
+        (lambda: [1, 2], "a list, not an iterator"),
+        (coroutine, "a coroutine, not an iterator"),
+        (lambda: 1, "an int, not"),
+    ):
         with pytest.raises(TypeError, match=f"on worker w1 returned {match}"):
             next(rpc.stream("w1", function))
     with pytest.raises(TypeError, match="positional argument"):
@@ -250,6 +255,17 @@ def test_the_timeout_limits_each_wait() -> None:
 
     with pytest.raises(RpcTimeout, match="item 1 of the stream"):
         asyncio.run(read())
+    gate.open()
+
+
+def test_a_wait_ends_at_its_timeout() -> None:
+    """A wait has two steps, for a call and for the arrival of items, and one timeout."""
+    gate = Gate()
+    with rpc.stream("w1", waits, (gate,), timeout=0.5) as items:
+        begin = time.monotonic()
+        with pytest.raises(RpcTimeout):
+            next(items)
+        assert time.monotonic() - begin < 0.95
     gate.open()
 
 

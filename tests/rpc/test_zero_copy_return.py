@@ -365,5 +365,5 @@ def test_forks_have_separate_memory() -> None:
 
 
 def test_the_peer_dies() -> None:
-    with Processes(2, use_result_of_killed_peer, warm_up, add_one, (torch.ones(N),)) as group:
+    with Processes(2, use_result_of_killed_peer, warm_up, add_one, (torch.ones(N),), method="forkserver") as group:
         assert group.results(ranks=(0,)) == [3.0 * N]

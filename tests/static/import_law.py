@@ -111,7 +111,7 @@ LAYERS = {
     "base": set[str](),
     "wire": set[str](),
     "memory": {"base"},
-    "core": {"base", "memory"},
+    "core": {"wire", "base", "memory"},
     "transports": {"base", "memory", "core"},
     "codec": set[str](),
     "python": {"base", "wire", "memory", "core", "codec"},

@@ -1,5 +1,6 @@
 """Code blocks, `make` targets and links of the documents are valid."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -41,6 +42,12 @@ def test_code_blocks_compile(document: Path) -> None:
 @every_document
 def test_make_targets_exist(document: Path) -> None:
     assert documents.make_goals(document.read_text()) <= documents.make_targets(MAKEFILE)
+
+
+def test_the_site_has_every_page() -> None:
+    site = (documents.REPO / "mkdocs.yml").read_text()
+    pages = [path.relative_to(documents.REPO) for path in (documents.REPO / "docs").rglob("*.md")]
+    assert [str(page) for page in pages if not re.search(rf"[-:] {re.escape(str(page))}$", site, re.MULTILINE)] == []
 
 
 @every_document

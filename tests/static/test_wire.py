@@ -1,5 +1,6 @@
 """Numbers that Python and the core share have one source, telegrad.wire."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,11 @@ def test_positions_name_the_fields() -> None:
     assert [field.name.lower() for field in ScopeField] == list(Scope._fields)
     # Tickets become handles, a message what records its tensors, and a context may come with a call chain.
     assert len(MetadataField) == len(CallMetadata._fields) - 1
+
+
+def test_the_description_has_the_version_of_the_core() -> None:
+    core = re.search(r"kProtocolVersion = (\d+);", (ROOT / "csrc/core/message.h").read_text())
+    described = re.search(r"^Version (\d+)\.", (ROOT / "docs/protocol.md").read_text(), re.MULTILINE)
+    assert core is not None
+    assert described is not None
+    assert core[1] == described[1]

@@ -25,7 +25,6 @@ kit = sys.modules[processes.__module__]
 
 # Forked from a process that has imported everything, so each starts in milliseconds.
 METHOD = "forkserver"
-multiprocessing.get_context(METHOD).set_forkserver_preload(["telegrad.rpc", "telegrad.testing"])
 
 SHORT = 0.1  # s, for what never ends
 LONG = 20.0  # s; what takes nearly as long has hung

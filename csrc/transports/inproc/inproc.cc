@@ -199,6 +199,7 @@ QueuedMessage pack(const Outgoing& m, LeasePool& leases) {
 struct Pipe {
   std::deque<QueuedMessage> queue;
   std::size_t bytes = 0;
+  std::uint64_t passed = 0;  // bytes, from the start
 };
 
 /// State that both ends share. readiness[i] is end i's: readable if pipe[i] has messages or the link is closed,
@@ -235,6 +236,7 @@ class InprocLink final : public Link {
       return SendState::kBroken;
     }
     pipe.bytes += pipe.queue.back().total;
+    pipe.passed += pipe.queue.back().total;
     shared_->readiness[other].set_readable(true);
     return SendState::kSent;
   }
@@ -291,6 +293,10 @@ class InprocLink final : public Link {
   }
   PeerCredentials peer_credentials(CredentialLookup&) const override {
     return {.kind = PeerCredentials::Kind::kUser, .uid = geteuid()};
+  }
+  std::uint64_t received_bytes() const override {
+    std::lock_guard lock(shared_->mutex);
+    return shared_->pipe[end_].passed;
   }
   std::string describe() const override { return "inproc"; }
 

@@ -103,6 +103,12 @@ std::string ShmLink::error() const {
 
 PeerCredentials ShmLink::peer_credentials(CredentialLookup&) const { return unix_credentials(fd()); }
 
+/// Counts what the peer has written, read or not.
+std::uint64_t ShmLink::received_bytes() const {
+  const ShmControl* shared = shared_.load(std::memory_order_acquire);
+  return shared ? shared->rings[1 - end_].written.load(std::memory_order_relaxed) : 0;
+}
+
 void ShmLink::close() {
   if (ShmControl* shared = shared_.load(std::memory_order_acquire)) shared->closed.store(1, std::memory_order_relaxed);
   ::shutdown(fd(), SHUT_RDWR);

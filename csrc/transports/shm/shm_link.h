@@ -46,6 +46,7 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   void close() override;
   std::string error() const override;
   PeerCredentials peer_credentials(CredentialLookup& lookup) const override;
+  std::uint64_t received_bytes() const override;
   std::string describe() const override { return description_; }
 
  private:

@@ -178,6 +178,7 @@ ReceiveState StreamLink::receive(Inbox& inbox, std::size_t budget) {
       const ssize_t n = stream_->read(parts, count, !spent);
       if (n > 0) {
         const std::size_t size = static_cast<std::size_t>(n);
+        received_.store(received_.load(std::memory_order_relaxed) + size, std::memory_order_relaxed);
         const std::size_t placed = missing > 0 ? std::min(size, parts[0].iov_len) : 0;
         reader_.placed(placed);
         got += size;

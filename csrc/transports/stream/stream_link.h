@@ -14,6 +14,7 @@ struct SocketKind {
   PeerCredentials (*peer_credentials)(int fd, CredentialLookup& lookup);
   std::string (*source)(int fd) = nullptr;  // see Link::source; null: this host
   void (*before_large)(int fd) = nullptr;   // called once, before the first large message or fragment is sent
+  void (*set_silence_limit)(int fd, Nanos limit) = nullptr;  // see Link::set_silence_limit; null: the kernel reports it
 };
 
 class StreamLink final : public Link {
@@ -39,6 +40,10 @@ class StreamLink final : public Link {
   std::string error() const override;
   PeerCredentials peer_credentials(CredentialLookup& lookup) const override {
     return kind_.peer_credentials(fd(), lookup);
+  }
+  std::uint64_t received_bytes() const override { return received_.load(std::memory_order_relaxed); }
+  void set_silence_limit(Nanos limit) override {
+    if (kind_.set_silence_limit) kind_.set_silence_limit(fd(), limit);
   }
   std::string source() const override { return kind_.source ? kind_.source(fd()) : std::string(); }
   std::string describe() const override { return description_; }
@@ -69,6 +74,7 @@ class StreamLink final : public Link {
   std::atomic<bool> has_segment_source_ = false;
   FrameBuffer buffered_;
 
+  std::atomic<std::uint64_t> received_ = 0;  // written by the receiving thread
   FrameReader reader_;
   std::unique_ptr<std::byte[]> buffer_;  // received bytes for the parser
 };

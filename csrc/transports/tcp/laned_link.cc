@@ -68,6 +68,12 @@ void LanedLink::close() {
   for (std::size_t i = 0, n = open_; i < n; ++i) lanes_[i].stream->close();
 }
 
+std::uint64_t LanedLink::received_bytes() const {
+  std::uint64_t all = first_.received_bytes();
+  for (std::size_t i = 0, n = open_; i < n; ++i) all += lanes_[i].stream->received_bytes();
+  return all;
+}
+
 std::vector<int> LanedLink::descriptors() const {
   std::vector<int> all{fd()};
   if (epoll_) all.push_back(epoll_.get());

@@ -74,6 +74,8 @@ class LanedLink final : public Link {
   void close() override;
   std::string error() const override;
   PeerCredentials peer_credentials(CredentialLookup& lookup) const override { return first_.peer_credentials(lookup); }
+  std::uint64_t received_bytes() const override;
+  void set_silence_limit(Nanos limit) override { first_.set_silence_limit(limit); }
   std::string source() const override { return first_.source(); }
   std::string describe() const override { return first_.describe(); }
   bool is_certified_for(std::string_view name) const override { return first_.is_certified_for(name); }

@@ -6,7 +6,9 @@
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 
 #include "base/peer_credentials.h"
@@ -26,6 +28,19 @@ void set_no_delay(int fd) {
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
+/// Sends keepalive probes, which also keep the entries of NATs, and limits the time without an acknowledgement.
+void set_silence_limit(int fd, Nanos limit) {
+  constexpr int kProbes = 3;
+  const int on = 1, probes = kProbes;
+  const int pause = std::max(static_cast<int>(limit / kSecond) / (kProbes + 1), 1);  // seconds
+  const int limit_ms = static_cast<int>(std::min<Nanos>(limit / kMillisecond, INT_MAX));
+  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &pause, sizeof pause);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &pause, sizeof pause);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, sizeof limit_ms);
+}
+
 PeerCredentials peer_credentials(int fd, CredentialLookup& lookup) { return lookup.of_tcp_peer(fd); }
 
 /// Returns the other end's IPv4 address, or its IPv6 network, because one host commonly has all addresses of that.
@@ -43,9 +58,10 @@ std::string source(int fd) {
              : "nowhere";
 }
 
-constexpr SocketKind kTcpSocket{.peer_credentials = peer_credentials, .source = source, .before_large = [](int fd) {
-                                  select_congestion_control(fd);
-                                }};
+constexpr SocketKind kTcpSocket{.peer_credentials = peer_credentials,
+                                .source = source,
+                                .before_large = [](int fd) { select_congestion_control(fd); },
+                                .set_silence_limit = set_silence_limit};
 
 std::unique_ptr<Link> link_over(UniqueFd socket, const std::string& address, bool initiator, bool connecting,
                                 const LinkSecurityPtr& security) {

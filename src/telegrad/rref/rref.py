@@ -271,7 +271,7 @@ class RRef(Generic[T_co]):
         It has no frames of Telegrad, and the loss of the owner is an `OwnerLost`.
         """
         if type(error) is WorkerLost and error.name == self.owner_name():
-            error = OwnerLost(error.name, error.why, str(self.id))
+            error = OwnerLost(error.name, error.why, str(self.id), error.incarnation)
             error.__cause__ = None  # also hides the WorkerLost that it replaces
         return strip_own_frames(error)
 

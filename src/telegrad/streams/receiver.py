@@ -6,6 +6,7 @@ a reader that has waited for `PATIENCE` asks for them with a second request (`fl
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
@@ -301,6 +302,7 @@ class Receiver:
         Args:
             timeout: Limit in ns; 0 for none.
         """
+        until = time.monotonic_ns() + timeout
         future: CallFuture[Any] | None = self._pull if self._flush is None else self._flush
         if future is not None and future._source is not None:  # the call behind interceptors
             future = future._source
@@ -314,7 +316,7 @@ class Receiver:
         with self.lock:  # another thread handles the completion
             if self._changed is None:
                 self._changed = threading.Condition(self.lock)
-            self._changed.wait_for(self._has_news, timeout / 1e9 if timeout else None)
+            self._changed.wait_for(self._has_news, (until - time.monotonic_ns()) / 1e9 if timeout else None)
 
     def _has_news(self) -> bool:
         return bool(self._ready) or self._has_ended or self._is_closed or self._has_failed()

@@ -82,6 +82,7 @@ def _open(
 
 def _not_an_iterator(result: Any, label: str, worker: Worker) -> TypeError:
     kind = type(result).__qualname__
+    article = "an" if kind[:1].lower() in "aeiou" else "a"
     if hasattr(result, "__await__"):
         close = getattr(result, "close", None)
         if close is not None:
@@ -89,7 +90,7 @@ def _not_an_iterator(result: Any, label: str, worker: Worker) -> TypeError:
         advice = "A stream needs a generator function: use `yield` in it"
     else:
         advice = "Make it a generator function (use `yield`), or return iter(...) of the items"
-    return TypeError(f"{label} on worker {worker.info.name} returned a {kind}, not an iterator. {advice}.")
+    return TypeError(f"{label} on worker {worker.info.name} returned {article} {kind}, not an iterator. {advice}.")
 
 
 def pull(caller: int, number: int, credit: int) -> object:

@@ -78,8 +78,8 @@ class Status(IntEnum):
     PENDING = 0
     REPLIED = 1
     TIMED_OUT = 2
-    PEER_LOST = 3
-    UNREACHABLE = 4
-    STOPPED = 5
-    TOO_LARGE = 6
+    PEER_LOST = 3  # the peer died, left, or broke the connection
+    UNREACHABLE = 4  # no connection could be made
+    STOPPED = 5  # this worker was stopped
+    TOO_LARGE = 6  # the request is over the peer's limits and was not sent
     CANCELED = 7

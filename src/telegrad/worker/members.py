@@ -31,6 +31,7 @@ class Members:
         self._ends: dict[str | int, str] = {}  # names and ids of workers that died in a dynamic group, and the reason
         self._members: dict[int, Member] = {}
         self._retired: set[int] = set()  # ids of workers that have left the group
+        self._incarnations: dict[int, int] = {}  # of the newest known processes
         self._names: dict[int, str] = {info.id: info.name}  # also of retired ids, for messages
         self._lock = threading.Lock()
 
@@ -47,6 +48,7 @@ class Members:
             known = self._members.get(member.id)
             self._members[member.id] = member
             self._names[member.id] = member.name
+            self._incarnations[member.id] = member.incarnation
             self.by_key[member.name] = self.by_key[member.id] = info
             was_retired = member.id in self._retired
             self._retired.discard(member.id)
@@ -85,6 +87,10 @@ class Members:
         with self._lock:
             return sorted({id(info): info for info in self.by_key.values()}.values(), key=lambda info: info.id)
 
+    def incarnation_of(self, worker_id: int) -> int:
+        """Return the incarnation of a worker's newest known process; 0 if none."""
+        return self._incarnations.get(worker_id, 0)
+
     def name_of(self, worker_id: int) -> str:
         """Return the name of a present or past worker, for messages."""
         return self._names.get(worker_id, f"(id {worker_id})")
@@ -116,6 +122,7 @@ class Members:
     def mark_connected(self, worker_id: int, incarnation: int) -> None:
         """Record that a connection to a worker is open."""
         self.connected[worker_id] = incarnation
+        self._incarnations[worker_id] = max(incarnation, self.incarnation_of(worker_id))
         self.notify()
 
     def mark_lost(self, worker_id: int, incarnation: int, reason: str, departed: bool) -> None:

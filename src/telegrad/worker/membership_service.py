@@ -5,7 +5,8 @@ members that have ended. Only these facts end a member:
 
 - its goodbye, or its own entry;
 - the kernel's report that its process on this host is gone;
-- the expiry of its lease.
+- the expiry of its lease. A process of this host lives while the kernel says so; one that is stopped, as by a
+  debugger, for as long as the failure detector allows.
 
 A lost connection is no such fact; it only makes the service check the member. Each member observes the leases of the
 next two members, in the order of their ids, and of those that it has lost the connection to.
@@ -23,9 +24,10 @@ from typing import Protocol
 
 from telegrad.group.lease import Lease
 from telegrad.group.log import GroupLog, lease_key
-from telegrad.group.process_identity import GONE, RUNNING, fate_of
+from telegrad.group.process_identity import GONE, RUNNING, STOPPED, fate_of
 from telegrad.group.records import Member
 from telegrad.group.store_waits import StoreGone
+from telegrad.options import Options
 from telegrad.protocols.leases import Timing, Watch
 from telegrad.protocols.membership import Change, Event, Joined, Leave, Lose, Lost
 from telegrad.types import WorkerInfo
@@ -41,6 +43,7 @@ logger: logging.Logger = logging.getLogger("telegrad")
 APPLIED, GREW, DRAINED = range(3)  # phases of MEMBERSHIP: reply; the log has grown; the sender may be disconnected
 _ACK_TIMEOUT = 0.5  # s that a worker waits for the others to read its entry
 _NEIGHBORS = 2  # leases that a member observes: if both members fail at once, other observers remain for one
+_INTERVALS = 3  # of heartbeats, within which the core loses a silent peer: csrc/core/silence.h
 _STOP_TIMEOUT = 2.0  # s for the thread to release the lease, and to leave the code of the store before an exit
 
 
@@ -51,6 +54,7 @@ class Host(Protocol):
     incarnation: int
     host: str
     static: bool
+    options: Options
     members: Members
 
     def add_member(self, member: Member) -> None: ...
@@ -287,17 +291,23 @@ class MembershipService:
                 continue
             if watch.released:
                 self._end(Leave(*key))
-            elif not self._is_known_to_live(key):
+            elif not self._is_known_to_live(key, now - watch.changed):
                 why = self._checked.get(key, "")
-                silence = f"it has not renewed its lease for {self.timing.lifetime:g} s"
+                silence = f"it has not renewed its lease for {now - watch.changed:.3g} s"
                 self._end(Lose(*key, f"{silence} ({why})" if why else silence))
 
-    def _is_known_to_live(self, key: tuple[int, int]) -> bool:
+    def _is_known_to_live(self, key: tuple[int, int], silence: float) -> bool:
         """Return whether a member lives although its lease has expired.
 
         A process of this host may hold the GIL for long, or lack the connection to the store.
+
+        Args:
+            key: Id and incarnation of the member.
+            silence: Seconds since it renewed its lease.
         """
-        return fate_of(self._record(key[0]).process) == RUNNING
+        fate = fate_of(self._record(key[0]).process)
+        interval = self._worker.options.local_heartbeat
+        return fate == RUNNING or (fate == STOPPED and (interval == 0 or silence < _INTERVALS * interval))
 
     def _record(self, peer: int) -> Member:
         record: Member = self.log.view.members[peer].record

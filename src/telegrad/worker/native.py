@@ -80,6 +80,8 @@ def make_engine(info: WorkerInfo, incarnation: int, group: Group, options: Optio
         pool_cache=options.pool_cache_bytes,
         handshake_timeout=int(options.handshake_timeout * _SECOND),
         connect_timeout=int(options.connect_timeout * _SECOND),
+        heartbeat=int(options.heartbeat * _SECOND),
+        local_heartbeat=int(options.local_heartbeat * _SECOND),
         max_body=options.max_header_bytes,
         max_message=options.max_message_bytes,
         shared_memory=options.shared_memory_bytes,

@@ -82,6 +82,7 @@ class BackwardPass:
         finished: Called once, at the root only, when the pass is over, with None or the error that `backward` raises.
             All gradients are then in the contexts of their workers.
         name_of: Returns the name of a worker, for errors.
+        incarnation_of: Returns the newest known incarnation of a worker, for errors.
     """
 
     _cause: BaseException | None = None  # at the root: cause of the error that it raises, if it is the root's own error
@@ -102,6 +103,7 @@ class BackwardPass:
         send: Callable[[tuple[int, WireMessage]], None],
         finished: Callable[[BaseException | None], None],
         name_of: Callable[[int], str] = str,
+        incarnation_of: Callable[[int], int] = lambda _: 0,
     ) -> None:
         self._number = number
         self._worker = worker
@@ -109,6 +111,7 @@ class BackwardPass:
         self._send = send
         self._finished = finished
         self._name_of = name_of
+        self._incarnation_of = incarnation_of
         self._root = root_worker
         self._stages: StageRunner | PlainStages = (
             PlainStages(context) if isinstance(context, PlainContext) else StageRunner(context)
@@ -438,7 +441,7 @@ class BackwardPass:
 
     def _unpack_error(self, why: Reason) -> BaseException:
         """Return the error that `backward` raises."""
-        return unpack_error(why, self._worker.id, self._cause, self._name_of)
+        return unpack_error(why, self._worker.id, self._cause, self._name_of, self._incarnation_of)
 
 
 def _layout_of(layout: Layout, _: Sequence[int]) -> Layout:

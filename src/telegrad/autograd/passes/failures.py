@@ -19,7 +19,11 @@ Reason: TypeAlias = "BaseException | RemoteFailure | tuple[int, str] | str"
 
 
 def unpack_error(
-    why: Reason, worker_id: int, cause: BaseException | None, name_of: Callable[[int], str]
+    why: Reason,
+    worker_id: int,
+    cause: BaseException | None,
+    name_of: Callable[[int], str],
+    incarnation_of: Callable[[int], int],
 ) -> BaseException:
     """Return the error that `backward` raises.
 
@@ -28,6 +32,7 @@ def unpack_error(
         worker_id: This worker, the root.
         cause: Cause of an error of this worker that a message has caused.
         name_of: Returns the name of a worker.
+        incarnation_of: Returns the newest known incarnation of a worker.
     """
     if isinstance(why, BaseException):
         return why
@@ -35,7 +40,7 @@ def unpack_error(
         return RuntimeError(why)
     if len(why) == 2:
         peer, reason = why
-        return WorkerLost(name_of(peer), reason)
+        return WorkerLost(name_of(peer), reason, incarnation_of(peer))
     worker, packed, text = why
     error = unpack_exception(packed)
     if cause is not None and worker == worker_id:

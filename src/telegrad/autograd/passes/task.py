@@ -106,7 +106,14 @@ class PassTask:
             self._ensure_profile()
         # The pass does not refer to this task: a reference cycle would wait for the garbage collector.
         self._pass = BackwardPass(
-            worker.info, context, number, root, self._to_send.append, self.result.set, worker.members.name_of
+            worker.info,
+            context,
+            number,
+            root,
+            self._to_send.append,
+            self.result.set,
+            worker.members.name_of,
+            worker.members.incarnation_of,
         )
 
     # ---- events

@@ -242,6 +242,8 @@ class PipelineStage:
 
     def _run(self, step: LocalStep, one: Pass) -> None:
         """Run a pass and send its result to the neighbor."""
+        # In a new thread, matrix products ignore `torch.set_num_threads` and are rounded differently until this call.
+        torch.get_num_threads()
         token = current.set(step.scope)
         try:
             if one.kind == PassKind.FORWARD:

@@ -66,6 +66,7 @@ class Calls:
         messages: Encodes and decodes messages.
         resolve_worker: Returns a worker by name, id or info, or raises.
         name_of: Returns a worker's name by its id.
+        incarnation_of: Returns a worker's newest known incarnation.
         worker_id: Id of this worker.
         infos: Workers by name and by id; the worker updates it.
         default_timeout: Timeout in seconds; 0 for none.
@@ -78,6 +79,7 @@ class Calls:
         messages: Messages,
         resolve_worker: Callable[[object], WorkerInfo],
         name_of: Callable[[int], str],
+        incarnation_of: Callable[[int], int],
         worker_id: int,
         infos: dict[str | int, WorkerInfo],
         default_timeout: float,
@@ -86,6 +88,7 @@ class Calls:
         self.engine = engine
         self.messages = messages
         self.name_of = name_of
+        self._incarnation_of = incarnation_of
         self.worker_id = worker_id
         self.peers: dict[str | int, WorkerInfo] = infos
         self.default_timeout: int = nanoseconds(default_timeout)  # the program may change it
@@ -299,7 +302,7 @@ class Calls:
             raise NotInitialized(f"{NotInitialized.CALL} ({call_text} was pending when this worker shut down.)")
         if status == Status.TOO_LARGE:
             raise too_large(call_text, why)
-        raise WorkerLost(self.name_of(peer), why or "no connection")
+        raise WorkerLost(self.name_of(peer), why or "no connection", self._incarnation_of(peer))
 
 
 # ---- messages without their content (csrc/core/left_out.h)

@@ -244,8 +244,9 @@ class _Chain:
         if 0 in timeouts or self._calls.delay is None:
             return
         seconds = max(timeouts) / 1e9
-        text = self.text
-        self._calls.delay(seconds, lambda: work.end(RpcTimeout(seconds, text, "intercepted")))
+        remedy = "Complete the future that the interceptor returned, or return that of `proceed`."
+        late = RpcTimeout(seconds, self.text, "intercepted", remedy)
+        self._calls.delay(seconds, lambda: work.end(late))
 
     def _resolve(self, call: InterceptedCall, proceed: Proceed, /) -> object:
         """Apply the changes of the program's interceptors; Telegrad's interceptors follow."""

@@ -49,6 +49,7 @@ class References(Creations):
         worker_id: Id of the worker.
         first_id: First local id; no earlier incarnation may have used it or a later one.
         name_of: Returns a worker's name by its id.
+        incarnation_of: Returns a worker's newest known incarnation.
         send: Sends a plain value to a peer; the third argument is the kind of message, the fourth its epoch.
         request_callback: Makes a pool thread call `collect`. Must be safe in a finalizer.
         make_handle: Creates the Python object of a received reference from (id, owner, (sender, fork)).
@@ -61,6 +62,7 @@ class References(Creations):
         worker_id: int,
         first_id: int,
         name_of: Callable[[int], str],
+        incarnation_of: Callable[[int], int],
         send: Callable[[int, object, str, int], None],
         request_callback: Callable[[], None],
         make_handle: Callable[[RRefId, int, tuple[int, int]], object],
@@ -82,6 +84,7 @@ class References(Creations):
         self._changed = threading.Condition(self.lock)
         self._ids = itertools.count(first_id)
         self._name_of = name_of
+        self._incarnation_of = incarnation_of
         self._send = send
         self._request_callback = request_callback
         self._make_handle = make_handle
@@ -213,7 +216,7 @@ class References(Creations):
     def failure(self, rref: RRefId, owner: int, why: str, lost: bool) -> RRefError | OwnerLost:
         """Return the error of a reference that the protocol calls unusable."""
         if lost:
-            return OwnerLost(self._name_of(owner), why, str(rref))
+            return OwnerLost(self._name_of(owner), why, str(rref), self._incarnation_of(owner))
         return RRefTimeout(f"{rref}: {why}")
 
     def never_arrived(self, rref: RRefId, why: str, lost: bool) -> RRefError | OwnerLost:

@@ -1,0 +1,71 @@
+#include "core/detector.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "core/engine_parts.h"
+
+namespace telegrad {
+namespace {
+
+std::string seconds(Nanos time) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(time) / static_cast<double>(kSecond));
+  return text;
+}
+
+}  // namespace
+
+void Detector::add(Connection& c) {
+  const bool remote = !c.link->source().empty();
+  const Nanos interval = remote ? parts_.settings.heartbeat : parts_.settings.local_heartbeat;
+  c.silence = Silence(interval);
+  if (interval == 0) return;
+  c.link->set_silence_limit(Silence::limit(interval));
+  next_ = std::min(next_, now() + Silence::pause(interval));
+  parts_.timer.arm(next_);
+}
+
+Detector::Findings Detector::on_timer(Nanos at) {
+  Findings findings;
+  if (at >= next_) {
+    next_ = kNever;
+    const std::uint64_t reads = parts_.leader.reads();
+    for (const auto& [token, c] : parts_.peers.connections()) {
+      const Nanos interval = c->silence.interval();
+      if (interval == 0) continue;
+      next_ = std::min(next_, at + Silence::pause(interval));
+      if (c->state != Connection::State::kOpen) continue;
+      const std::uint64_t life = c->link->received_bytes() + c->progress.load(std::memory_order_relaxed);
+      const Silence::Verdict verdict = c->silence.check(at, life, reads);
+      if (verdict == Silence::Verdict::kPing) findings.silent.push_back(c);
+      if (verdict == Silence::Verdict::kRead) findings.must_read = true;
+      if (verdict == Silence::Verdict::kLost) findings.lost.push_back(c);
+    }
+  }
+  parts_.timer.arm(next_);
+  return findings;
+}
+
+Nanos Detector::time_of_loss(Nanos since, Nanos earliest) const {
+  const Nanos interval = std::max(parts_.settings.heartbeat, parts_.settings.local_heartbeat);
+  return interval == 0 ? kNever : std::max(since + Silence::limit(interval), earliest);
+}
+
+void Detector::act(const Findings& findings) {
+  for (const ConnectionPtr& c : findings.silent) {
+    auto ping = std::make_unique<Outgoing>();
+    ping->header.type = FrameType::kPing;
+    parts_.sender.transmit(c, std::move(ping));
+  }
+  for (const ConnectionPtr& c : findings.lost) {
+    const bool remote = !c->link->source().empty();
+    parts_.peers.close_connection(c, "it gave no sign of life for " + seconds(now() - c->silence.since()) +
+                                         " (option " + (remote ? "heartbeat: " : "local_heartbeat: ") +
+                                         seconds(c->silence.interval()) +
+                                         "): it is stopped or overloaded, or the network between the two has failed");
+  }
+  if (findings.must_read) parts_.leader.interrupt_poll();
+}
+
+}  // namespace telegrad

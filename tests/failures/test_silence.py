@@ -1,0 +1,206 @@
+"""Silent workers are lost; slow and busy ones are not."""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process_helpers import Actor, actors, call_many, failure, hang, shut_all_down, state
+
+from telegrad import autograd, optim, rpc
+from telegrad.errors import WorkerLost
+from telegrad.rpc import Options, RRef
+from telegrad.testing import Gate, cluster, eventually
+
+INTERVAL = 0.6  # s
+LIMIT = 3 * INTERVAL
+SLACK = 2.0  # s, on a busy machine
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def four(request: Any, tmp_path: Path) -> Iterator[list[Actor]]:
+    options = {"transports": (request.param,), "heartbeat": INTERVAL, "local_heartbeat": INTERVAL, "rpc_timeout": 0}
+    with actors(4, tmp_path, handshake_timeout=INTERVAL, connect_timeout=INTERVAL, **options) as group:
+        yield group
+
+
+def stop(actor: Actor) -> float:
+    """Stop a process; return the time."""
+    assert actor.process.pid is not None
+    os.kill(actor.process.pid, signal.SIGSTOP)
+    return time.monotonic()
+
+
+# ---- steps
+
+
+def linear() -> torch.nn.Linear:
+    return torch.nn.Linear(2, 2)
+
+
+def parameters_of(layer: torch.nn.Linear) -> list[RRef[torch.Tensor]]:
+    return [RRef(parameter) for parameter in layer.parameters()]
+
+
+def prepare(owner: str, holder: str) -> None:
+    """Make references, a context and an optimizer that need the owner."""
+    layer = rpc.remote(owner, linear)
+    parameters = layer.rpc_sync().parameters
+    assert parameters is not None
+    state["layer"] = layer
+    state["optimizer"] = optim.DistributedOptimizer(torch.optim.SGD, rpc.rpc_sync(owner, _parameters, (layer,)), lr=0.1)
+    rpc.rpc_sync(holder, keep, (layer,))
+
+
+def _parameters(layer: RRef[torch.nn.Linear]) -> list[RRef[torch.Tensor]]:
+    return parameters_of(layer.local_value())
+
+
+def keep(value: object) -> None:
+    state["kept"] = value
+
+
+def call_without_deadline(to: str) -> None:
+    rpc.rpc_sync(to, hang, timeout=0)
+
+
+def fetch_forever(to: str) -> None:
+    rpc.remote(to, hang).to_here(timeout=0)
+
+
+class Blocking(torch.autograd.Function):
+    """Identity whose backward does not end."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        threading.Event().wait()
+        return gradient
+
+
+def blocking(x: torch.Tensor) -> torch.Tensor:
+    return Blocking.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def backward_forever(to: str) -> None:
+    with autograd.context() as context_id:
+        x = torch.ones(2, requires_grad=True)
+        loss = rpc.rpc_sync(to, blocking, (x,), timeout=0).sum()
+        state["passing"] = True
+        autograd.backward(context_id, [loss])
+
+
+def step_of_optimizer() -> None:
+    with autograd.context() as context_id:
+        state["optimizer"].step(context_id)
+
+
+def leave_without_a_timeout() -> None:
+    rpc.shutdown()
+
+
+def incarnation_lost(to: str) -> tuple[int, int, bool]:
+    """Return the incarnation of the worker, and that of the error of a call to it."""
+    worker = rpc.api._get_current_rpc_agent().worker
+    member = worker.members.get(worker.members.resolve(to).id)
+    assert member is not None
+    with pytest.raises(WorkerLost) as info:
+        rpc.rpc_sync(to, hang, timeout=0)
+    return member.incarnation, info.value.incarnation, info.value.silent
+
+
+WAITS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
+    "call": (call_without_deadline, ("w3",)),
+    "value": (fetch_forever, ("w3",)),
+    "backward": (backward_forever, ("w3",)),
+}
+
+
+def is_passing() -> bool:
+    return bool(state.get("passing"))
+
+
+def test_everything_that_waits_for_a_stopped_process_ends(four: list[Actor]) -> None:
+    first, second, third, silent = four
+    first.do(prepare, "w3", "w1")
+    waits = {name: first.begin(failure, function, *args) for name, (function, args) in WAITS.items()}
+    lost = second.begin(incarnation_lost, "w3")
+    eventually(lambda: first.do(is_passing))
+    begun = stop(silent)
+    for name, step in waits.items():
+        kind, text = step.result()
+        assert kind in ("WorkerLost", "OwnerLost"), (name, kind, text)
+        assert "no sign of life" in text, name
+    known, seen, is_silent = lost.result()
+    assert known == seen > 0
+    assert is_silent
+    assert time.monotonic() - begun < LIMIT + SLACK
+    kind, text = first.do(failure, step_of_optimizer)
+    assert kind in ("WorkerLost", "OwnerLost"), text
+    eventually(lambda: second.do(failure, fetch_kept)[0] == "OwnerLost")
+    assert first.do(call_many, "w1", 10) == third.do(call_many, "w0", 10) == 10
+
+
+def fetch_kept() -> None:
+    state["kept"].to_here()
+
+
+def test_a_graceful_shutdown_does_not_wait_for_a_silent_member(four: list[Actor]) -> None:
+    first, second, third, silent = four
+    for actor in (first, second, third):
+        actor.do(call_many, "w3", 2)
+    begun = stop(silent)
+    leaving = [actor.begin(leave_without_a_timeout) for actor in (first, second, third)]
+    for step in leaving:
+        step.result()
+    assert time.monotonic() - begun < LIMIT + SLACK
+    assert any("w3" in actor.stderr() for actor in (first, second, third)), "it is named"
+
+
+# ---- slow is not dead
+
+
+def hold_the_gil(seconds: float) -> None:
+    ctypes.PyDLL("libc.so.6").usleep(int(seconds * 1e6))
+
+
+def test_a_worker_that_holds_the_gil_is_not_lost(four: list[Actor]) -> None:
+    first, busy = four[:2]
+    first.do(call_many, "w1", 2)
+    first.begin(failure, call_without_deadline, "w1")
+    busy.do(hold_the_gil, 1.5 * LIMIT)
+    assert first.do(call_many, "w1", 2) == 2
+    assert "lost" not in first.stderr() + busy.stderr()
+
+
+def test_a_worker_with_busy_threads_is_not_lost() -> None:
+    """Its handlers have all threads, and nothing is sent."""
+    gate = Gate()
+    options = Options(num_worker_threads=2, heartbeat=0.2, local_heartbeat=0.2, transports=("tcp",))
+    with cluster(2, options) as group:
+        pending = [group[0].rpc_async("w1", gate.enter) for _ in range(4)]
+        received = group[0]._worker.engine.stats()["received_messages"]
+        eventually(lambda: group[0]._worker.engine.stats()["received_messages"] >= received + 10)
+        gate.open()
+        rpc.wait_all(pending)
+        assert group[0]._worker.members.lost == {}
+
+
+def test_without_heartbeats_a_stopped_process_may_resume(tmp_path: Path) -> None:
+    with actors(2, tmp_path, local_heartbeat=0, heartbeat=0) as group:
+        group[0].do(call_many, "w1", 1)
+        stop(group[1])
+        step = group[0].begin(call_many, "w1", 1)
+        assert group[1].process.pid is not None
+        os.kill(group[1].process.pid, signal.SIGCONT)
+        assert step.result() == 1
+        shut_all_down(group)
