@@ -26,7 +26,10 @@ class Telegrad(TorchApiCompetitor):
     name, about, module = OURS, "default options; TCP between network namespaces", "telegrad.rpc"
 
     def __init__(self, *transports: str, secret: str | None = None) -> None:
-        """Restrict the transports; between network namespaces it is always TCP. With a secret, TCP is encrypted."""
+        """Restrict the transports, and encrypt TCP if there is a secret.
+
+        Between network namespaces the transport is always TCP.
+        """
         self._transports = transports
         self._secret = secret
 

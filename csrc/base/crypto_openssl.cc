@@ -5,7 +5,6 @@
 #include <openssl/kdf.h>
 #include <openssl/params.h>
 
-#include <memory>
 #include <stdexcept>
 
 #include "base/crypto.h"
@@ -36,15 +35,17 @@ std::string hmac_sha256(std::string_view key, std::string_view message) {
 }
 
 std::string derive_key(std::string_view secret, std::string_view purpose, std::size_t size) {
-  const std::unique_ptr<EVP_KDF, decltype(&EVP_KDF_free)> kdf(EVP_KDF_fetch(nullptr, "HKDF", nullptr), EVP_KDF_free);
-  const std::unique_ptr<EVP_KDF_CTX, decltype(&EVP_KDF_CTX_free)> context(EVP_KDF_CTX_new(kdf.get()), EVP_KDF_CTX_free);
+  EVP_KDF* const kdf = EVP_KDF_fetch(nullptr, "HKDF", nullptr);
+  EVP_KDF_CTX* const context = EVP_KDF_CTX_new(kdf);  // null for null
+  EVP_KDF_free(kdf);
   char hash[] = "SHA256";
   OSSL_PARAM parameters[] = {OSSL_PARAM_construct_utf8_string(OSSL_KDF_PARAM_DIGEST, hash, 0),
                              octets(OSSL_KDF_PARAM_KEY, secret), octets(OSSL_KDF_PARAM_INFO, purpose),
                              OSSL_PARAM_construct_end()};
   std::string key(size, '\0');
-  if (!context || EVP_KDF_derive(context.get(), bytes(key), size, parameters) <= 0)
-    throw std::runtime_error("OpenSSL cannot derive a key (HKDF)");
+  const bool done = context && EVP_KDF_derive(context, bytes(key), size, parameters) > 0;
+  EVP_KDF_CTX_free(context);
+  if (!done) throw std::runtime_error("OpenSSL cannot derive a key (HKDF)");
   return key;
 }
 

@@ -41,17 +41,10 @@
 
 #include "base/clock.h"
 #include "base/peer_credentials.h"
+#include "core/link_security.h"
 #include "core/message.h"
 
 namespace telegrad {
-
-/// Keys and certificates with which an engine encrypts its connections between hosts: see transports/tls/security.h.
-/// A transport that does not leave the host has no use for it.
-class LinkSecurity {
- public:
-  virtual ~LinkSecurity() = default;
-};
-using LinkSecurityPtr = std::shared_ptr<const LinkSecurity>;
 
 /// Destination of received data. Called only inside `Link::receive`, on the calling thread.
 class Inbox : public BlockSource {

@@ -83,7 +83,7 @@ inline constexpr Nanos kMaxRetryDelay = 500 * kMillisecond;
 inline constexpr std::size_t kMaxUnauthenticated = 64;
 /// They use at most this part of the descriptors, and as many stay free for the program.
 inline constexpr std::size_t kUnauthenticatedShare = 8;
-/// One address may have this part of them.
+/// Part of them that one address may have.
 inline constexpr std::size_t kSourceShare = 4;
 /// Accepts between two polls of existing connections.
 inline constexpr int kAcceptsPerPoll = 16;

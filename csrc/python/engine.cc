@@ -11,13 +11,13 @@
 
 #include "base/crypto.h"
 #include "codec/gil.h"
+#include "core/link_security.h"
 #include "python/buffer_leases.h"
 #include "python/calls.h"
 #include "python/deferred_decref.h"
 #include "python/engine.h"
 #include "python/messages.h"
 #include "python/multicast.h"
-#include "transports/tls/security.h"
 
 using namespace nanobind::literals;
 

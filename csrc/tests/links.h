@@ -86,7 +86,7 @@ constexpr std::size_t kMiB = std::size_t{1} << 20;
 void shake_hands(Link& a, Link& b);
 /// Sends one message while reading at the other end.
 void send_whole(Link& from, const Message& message, Link& to, RecordingInbox& inbox);
-/// The same for a message that may have been begun.
+/// Sends a message that may have been begun while reading at the other end.
 void send_whole(Link& from, Outgoing& message, Link& to, RecordingInbox& inbox);
 /// Reads until `count` messages have arrived since the inbox was empty.
 void receive_until(Link& link, RecordingInbox& inbox, std::size_t count);

@@ -1,4 +1,4 @@
-"""Encrypted TCP between workers: what an attacker on the network, and an unauthenticated peer, cannot do."""
+"""Encrypted TCP between workers, with attackers on the network."""
 
 import shutil
 import socket

@@ -9,23 +9,11 @@
 #pragma once
 
 #include <memory>
-#include <string>
 
-#include "core/transport.h"
+#include "core/link_security.h"
 #include "transports/stream/byte_stream.h"
 
 namespace telegrad {
-
-struct TlsSettings {
-  std::string key;          // 32 bytes; not used if there is a certificate
-  std::string certificate;  // paths of PEM files
-  std::string private_key;
-  std::string authority;
-  std::uint64_t key_update = std::uint64_t{64} << 30;  // bytes sent with one key, far below the limit of AES-GCM
-};
-
-/// Loads keys and certificates. Throws std::runtime_error that says what is wrong with which file.
-LinkSecurityPtr make_tls(const TlsSettings& settings);
 
 /// Encrypts a socket. The handshake takes place with the first writes and reads; the initiator's first write begins it.
 std::unique_ptr<ByteStream> make_tls_stream(UniqueFd socket, const LinkSecurityPtr& security, bool initiator);

@@ -21,7 +21,7 @@ std::string openssl_errors();
 
 class TlsContext;
 
-/// What OpenSSL's callbacks need to know of a connection, and report about it.
+/// Data of a connection for OpenSSL's callbacks, and from them.
 struct TlsCallbackData {
   const TlsContext* context;
   bool initiator;

@@ -47,7 +47,7 @@ TlsContext::TlsContext(const TlsSettings& settings) : settings_(settings), conte
   SSL_CTX_set_options(c, SSL_OP_NO_RENEGOTIATION | SSL_OP_NO_COMPRESSION);
   SSL_CTX_set_session_id_context(c, kContext, sizeof kContext);
   SSL_CTX_set_session_cache_mode(c, SSL_SESS_CACHE_OFF);
-  SSL_CTX_set_num_tickets(c, 0);  // each connection authenticates by itself
+  SSL_CTX_set_num_tickets(c, 0);  // each connection authenticates on its own
   SSL_CTX_set_read_ahead(c, 1);
   SSL_CTX_set_default_read_buffer_len(c, kReadBuffer);
   if (has_certificates()) {

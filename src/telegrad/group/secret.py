@@ -49,7 +49,7 @@ def key_of(secret: bytes, token: str) -> bytes:
 
 
 def _is_random(secret: bytes) -> bool:
-    """Return whether a secret looks like 16 or more random bytes: binary, or in hexadecimal."""
+    """Return whether a secret looks like 16 random bytes, or their hexadecimal form."""
     try:
         text = secret.decode()
     except UnicodeDecodeError:
