@@ -1,6 +1,10 @@
 # Every csrc/tests/*_test.cc is a program of its own that ctest runs and that exits with 0 when it passes.
 # Other *.cc files there are shared by all of them.
 telegrad_glob(test_sources tests)
+telegrad_filter_openssl(test_sources)
+if(NOT telegrad_openssl) # these are about secrets
+  list(FILTER test_sources EXCLUDE REGEX "_openssl_test|/handshake_test|/engine_unauthenticated_test|/engine_lanes_test")
+endif()
 set(test_support ${test_sources})
 list(FILTER test_sources INCLUDE REGEX "_test\\.cc$")
 list(FILTER test_support EXCLUDE REGEX "_test\\.cc$")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from telegrad import _core
 from telegrad.testing import Cluster, assert_quiescent, cluster
 
 # Processes forked from one that has no threads and has imported everything start in milliseconds.
@@ -24,6 +25,15 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need OpenSSL if the core is built without it."""
+    if _core.openssl_version():
+        return
+    for item in items:
+        if item.get_closest_marker("openssl"):
+            item.add_marker(pytest.mark.skip(reason="the core is built without OpenSSL"))
 
 
 def pytest_collection_finish() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from telegrad.group.secret import given_secret, key_of
 from telegrad.options import Options, RpcBackendOptions, as_options, option_rows, options_markdown
 
 
@@ -54,7 +55,10 @@ def test_invalid_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) 
         ({"pool_cache_bytes": "big"}, ValueError, "option pool_cache_bytes"),
         ({"transports": ("pigeon",)}, ValueError, "option transports has to name some of shm, unix, tcp"),
         ({"transports": ()}, ValueError, "option transports"),
-        ({"secret": "a", "secret_file": "b"}, ValueError, "not both"),
+        ({"secret": "secret number one", "secret_file": "b"}, ValueError, "not both"),
+        ({"encryption": "on"}, ValueError, "auto or off"),
+        ({"tls_cert": "a", "tls_key": "b"}, ValueError, "all of the options tls_cert, tls_key and tls_ca"),
+        ({"tls_cert": "a", "tls_key": "b", "tls_ca": "c", "encryption": "off"}, ValueError, "need encryption"),
     ],
 )
 def test_invalid_values(wrong: dict[str, object], kind: type[Exception], text: str) -> None:
@@ -70,15 +74,44 @@ def test_values_are_checked_again_by_a_worker() -> None:
 
 
 def test_secret_comes_from_option_or_file_and_is_never_shown(tmp_path: Path) -> None:
-    assert Options().group_secret() is None
-    assert Options(secret="s3").group_secret() == b"s3"
-    assert "s3" not in repr(Options(secret="s3"))
+    assert given_secret(Options()) is None
+    assert given_secret(Options(secret="secret number one")) == b"secret number one"
+    assert "number one" not in repr(Options(secret="secret number one"))
     file = tmp_path / "secret"
-    file.write_text(" s4\n")
-    assert Options(secret_file=str(file)).group_secret() == b"s4"
+    file.write_text(" secret number two\n")
+    assert given_secret(Options(secret_file=str(file))) == b"secret number two"
     file.write_text("\n")
     with pytest.raises(ValueError, match="is empty"):
-        Options(secret_file=str(file)).group_secret()
+        given_secret(Options(secret_file=str(file)))
+
+
+def test_secrets_have_16_bytes_or_more(tmp_path: Path) -> None:
+    Options(secret="16 bytes: enough")
+    with pytest.raises(ValueError, match=r"option secret .* has 15 bytes. Give at least 16"):
+        Options(secret="correct horse 1")
+    file = tmp_path / "secret"
+    file.write_text("correct horse 1\n")
+    with pytest.raises(ValueError, match=r"holds a secret of 15 bytes. Give at least 16"):
+        given_secret(Options(secret_file=str(file)))
+
+
+def test_phrases_are_stretched_and_random_bytes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    stretched = []
+
+    def scrypt(secret: bytes, **_: object) -> bytes:
+        stretched.append(secret)
+        return bytes(32)
+
+    monkeypatch.setattr("hashlib.scrypt", scrypt)
+    phrases = [b"correct horse battery staple", b"a phrase\twith a tab", "ünfzehn Wörter".encode(), b"0123456789abcdef"]
+    for secret in [*phrases, b"0123456789abcdef" * 2, bytes(range(240, 256))]:
+        assert len(key_of(secret, "a token of this test")) == 32
+    assert stretched == phrases
+
+
+def test_keys_depend_on_secret_and_group() -> None:
+    keys = {key_of(secret, token) for secret in (b"secret number one", b"secret number two") for token in ("a", "b")}
+    assert len(keys) == 4
 
 
 @pytest.mark.parametrize("name", ["secret", "secret_file"])

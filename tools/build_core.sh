@@ -26,6 +26,7 @@ if [ ! -f "$folder/build.ninja" ]; then
   check_compiler
   quietly cmake -S . -B "$folder" -G Ninja -DPython_EXECUTABLE="$bin/python" -DTELEGRAD_WERROR=ON \
     -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
+  grep '^telegrad:' "$folder/log" >&2 || true # what the core is built without
 fi
 quietly cmake --build "$folder"
 

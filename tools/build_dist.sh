@@ -2,6 +2,8 @@
 # Makes dist/*.tar.gz and, from it, one manylinux wheel for each Python of the machine. Then tests every wheel in an
 # empty environment without a compiler: build_dist.sh VENV.
 #
+# auditwheel puts the machine's OpenSSL into the wheels, under names of their own.
+#
 # Pythons: VENV's, and each other CPython >= 3.11 with pip and Python.h that is on PATH, in pyenv or known to uv.
 # PYTHONS="3.11 3.13" limits them. The wheel of VENV's Python runs a call between two processes with the third-party
 # packages of VENV (PyTorch is large). The other wheels are installed and their core is loaded.

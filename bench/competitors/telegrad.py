@@ -25,9 +25,13 @@ class TelegradClient(TorchApiClient):
 class Telegrad(TorchApiCompetitor):
     name, about, module = OURS, "default options; TCP between network namespaces", "telegrad.rpc"
 
-    def __init__(self, *transports: str) -> None:
-        """Restrict the transports; between network namespaces it is always TCP."""
+    def __init__(self, *transports: str, secret: str | None = None) -> None:
+        """Restrict the transports, and encrypt TCP if there is a secret.
+
+        Between network namespaces the transport is always TCP.
+        """
         self._transports = transports
+        self._secret = secret
 
     def join(self, seat: Seat) -> Client:
         joined = super().join(seat)
@@ -38,7 +42,7 @@ class Telegrad(TorchApiCompetitor):
     def options(self, rpc: ModuleType, seat: Seat) -> Any:
         from telegrad.options import Options
 
-        options = Options(rpc_timeout=TIMEOUT)
+        options = Options(rpc_timeout=TIMEOUT, secret=self._secret)
         transports = ("tcp",) if seat.places else self._transports
         if transports:
             options.transports = transports

@@ -20,9 +20,21 @@ OURS_ALONE = {OURS: "", "": "this is about the transports of Telegrad"}
 VALUES: dict[str, Any] = {"int": 7, "2 floats": PAIR, "4 MB": torch.arange(MB, dtype=torch.float32)}
 
 
+SECRET = "secret of the encrypted groups"
+
+
 def over(transport: str, value: Any, _: Competitor, sampler: Sampler) -> Samples:
     """Return the times of a call in a fresh group that uses only this transport."""
     return {"": run_in_group(Telegrad(transport), 2, called, value, sampler)}
+
+
+def encrypted(value: Any, _: Competitor, sampler: Sampler) -> Samples:
+    return {"": run_in_group(Telegrad("tcp", secret=SECRET), 2, called, value, sampler)}
+
+
+def not_encrypted(value: Any, sampler: Sampler) -> Sequence[float]:
+    found: Sequence[float] = run_in_group(Telegrad("tcp"), 2, called, value, sampler)
+    return found
 
 
 def called(client: Client, value: Any, sampler: Sampler) -> list[float]:
@@ -40,7 +52,8 @@ BASELINES: dict[tuple[str, bool], Callable[[Sampler], Sequence[float]]] = {  # k
 
 TRANSPORTS = Family(
     "transports",
-    "those of Telegrad, each alone; baselines: a spinning round trip, two copies (shm), a stream on loopback (tcp)",
+    "those of Telegrad, each alone; baselines: a spinning round trip, two copies (shm), a stream on loopback (tcp), "
+    "the same calls without encryption (tls)",
     tuple(
         Row(
             f"identity, {name}, over {transport}",
@@ -54,5 +67,18 @@ TRANSPORTS = Family(
         )
         for name, value in VALUES.items()
         for transport in ("shm", "unix", "tcp")
+    )
+    + tuple(
+        Row(
+            f"identity, {name}, over tls",
+            partial(encrypted, value),
+            workers=0,
+            repeats=30 if amount else 2000,
+            only=OURS_ALONE,
+            baseline=partial(not_encrypted, value),
+            amount=2 * amount,
+            of="bytes" if amount else "",
+        )
+        for name, value, amount in (("int", 7, 0), ("64 MB", torch.arange(16 * MB, dtype=torch.float32), 64 * MB))
     ),
 )

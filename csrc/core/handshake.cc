@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/sha256.h"
+#include "base/crypto.h"
 
 namespace telegrad {
 namespace {
@@ -98,15 +98,6 @@ std::string nonce() {
   return n;
 }
 
-bool equal_in_constant_time(std::string_view a, std::string_view b) {
-  if (a.size() != b.size()) return false;
-  unsigned char difference = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    difference = static_cast<unsigned char>(difference | (a[i] ^ b[i]));
-  }
-  return difference == 0;
-}
-
 /// Makes text of an unauthenticated peer safe to log: printable characters, bounded length.
 std::string printable(std::string_view text) {
   constexpr std::size_t kMost = 200;
@@ -125,6 +116,9 @@ std::string printable(std::string_view text) {
 }
 
 constexpr std::string_view kWrongSecret = "the group's secret does not match";
+constexpr std::string_view kRefusedByPeer =
+    "refused by the peer, which logs the reason: this worker has another secret, group or version of Telegrad than the "
+    "peer";
 
 }  // namespace
 
@@ -162,7 +156,9 @@ Handshake::Step Handshake::on_frame(FrameType type, std::string_view body) {
   if (state_ == State::kStart && type == FrameType::kHello) return on_hello(body);
   if (state_ == State::kSentHello && type == FrameType::kChallenge) return on_challenge(body);
   if (state_ == State::kSentChallenge && type == FrameType::kProof) return on_proof(body);
-  if (state_ == State::kSentProof && type == FrameType::kWelcome) {
+  if (state_ == State::kSentProof && type == FrameType::kAnswer) return on_answer(body);
+  if (state_ == State::kSentAnswer && type == FrameType::kConfirm) return on_confirm(body);
+  if (state_ == State::kSentConfirm && type == FrameType::kWelcome) {
     open();
     return {.open = true};
   }
@@ -173,50 +169,79 @@ Handshake::Step Handshake::on_hello(std::string_view body) {
   Reader in(body);
   const auto version = in.number<std::uint32_t>();
   if (version != kProtocolVersion) {
-    return refuse("protocol version " + std::to_string(version) + " is not " + std::to_string(kProtocolVersion) +
-                  ": run one version of telegrad on all workers");
+    return refuse_unauthenticated("protocol version " + std::to_string(version) + " is not " +
+                                  std::to_string(kProtocolVersion) + ": run one version of telegrad on all workers");
   }
   const std::string group = in.text();
   peer_ = in.identity();
-  const Identity wanted = in.identity();
+  wanted_ = in.identity();
   const std::string their_nonce = in.text();
   limits_ = in.limits();
   lanes_ = std::min(in.number<std::uint32_t>(), config_->lanes);
   offer_ = in.offer();
   link_ = in.text();
   for_lane_ = !link_.empty();
-  if (!in.finished() || their_nonce.size() != kNonce) return refuse("a malformed greeting");
-  if (group != config_->group) return refuse("this worker belongs to another group");
-  if (wanted.id != config_->me.id || wanted.name != config_->me.name ||
-      (wanted.incarnation != 0 && wanted.incarnation != config_->me.incarnation)) {
-    return refuse("worker " + printable(wanted.name) + " (id " + std::to_string(wanted.id) +
-                  ") is not at this address, which belongs to " + config_->me.name + " (id " +
-                  std::to_string(config_->me.id) + ")");
-  }
-  hello_ = body;
-  const std::string mine =
-      Writer().identity(config_->me).text(nonce()).limits(config_->limits).number(config_->lanes).done();
-  transcript_ = Writer().text(hello_).text(mine).done();
+  if (!in.finished() || their_nonce.size() != kNonce) return refuse_unauthenticated("a malformed greeting");
+  if (group != config_->group) return refuse_unauthenticated("it belongs to another group");
+  const std::string mine = nonce();
+  transcript_ = Writer().text(body).text(mine).done();
   state_ = State::kSentChallenge;
-  return {.send = FrameType::kChallenge, .body = Writer().text(mine).text(mac("acceptor", transcript_)).done()};
+  return {.send = FrameType::kChallenge, .body = Writer().text(mine).done()};
 }
 
 Handshake::Step Handshake::on_challenge(std::string_view body) {
   Reader in(body);
   const std::string theirs = in.text();
+  if (!in.finished() || theirs.size() != kNonce) return refuse_unauthenticated("a malformed challenge");
+  transcript_ = Writer().text(hello_).text(theirs).done();
+  state_ = State::kSentProof;
+  return {.send = FrameType::kProof, .body = Writer().text(mac("initiator", transcript_)).done()};
+}
+
+Handshake::Step Handshake::on_proof(std::string_view body) {
+  Reader in(body);
+  const std::string proof = in.text();
+  if (!in.finished()) return refuse_unauthenticated("a malformed proof");
+  if (!equal_in_constant_time(proof, mac("initiator", transcript_)))
+    return refuse_unauthenticated(std::string(kWrongSecret));
+  const Identity& me = config_->me;
+  if (wanted_.id != me.id || wanted_.name != me.name ||
+      (wanted_.incarnation != 0 && wanted_.incarnation != me.incarnation)) {
+    return refuse(OfferAnswer::kAccept, "worker " + printable(wanted_.name) + " (id " + std::to_string(wanted_.id) +
+                                            ") is not at this address, which belongs to " + me.name + " (id " +
+                                            std::to_string(me.id) + ")");
+  }
+  const std::string mine = Writer().identity(me).limits(config_->limits).number(config_->lanes).done();
+  transcript_ = Writer().text(transcript_).text(mine).done();
+  state_ = State::kSentAnswer;
+  return {.send = FrameType::kAnswer, .body = Writer().text(mine).text(mac("acceptor", transcript_)).done()};
+}
+
+Handshake::Step Handshake::on_answer(std::string_view body) {
+  Reader in(body);
+  const std::string theirs = in.text();
   const std::string proof = in.text();
   Reader fields(theirs);
   const Identity peer = fields.identity();
-  const std::string their_nonce = fields.text();
   limits_ = fields.limits();
   lanes_ = std::min(fields.number<std::uint32_t>(), config_->lanes);
-  if (!in.finished() || !fields.finished() || their_nonce.size() != kNonce) return refuse("a malformed challenge");
-  transcript_ = Writer().text(hello_).text(theirs).done();
-  if (!equal_in_constant_time(proof, mac("acceptor", transcript_))) return refuse(std::string(kWrongSecret));
-  if (peer.id != peer_.id || peer.name != peer_.name) {
-    return refuse("worker " + printable(peer.name) + " answered instead of " + peer_.name);
-  }
+  if (!in.finished() || !fields.finished()) return refuse_unauthenticated("a malformed answer");
+  transcript_ = Writer().text(transcript_).text(theirs).done();
+  if (!equal_in_constant_time(proof, mac("acceptor", transcript_)))
+    return refuse_unauthenticated(std::string(kWrongSecret));
+  if (peer.id != peer_.id || peer.name != peer_.name)
+    return refuse(OfferAnswer::kAccept, "worker " + printable(peer.name) + " answered instead of " + peer_.name);
   peer_ = peer;
+  state_ = State::kProven;
+  return {.proven = true};
+}
+
+Handshake::Step Handshake::on_confirm(std::string_view body) {
+  Reader in(body);
+  const std::string proof = in.text();
+  if (!in.finished()) return refuse_unauthenticated("a malformed confirmation");
+  if (!equal_in_constant_time(proof, mac("confirm", transcript_)))
+    return refuse_unauthenticated(std::string(kWrongSecret));
   state_ = State::kProven;
   return {.proven = true};
 }
@@ -226,17 +251,8 @@ Handshake::Step Handshake::proceed() {
     open();
     return {.send = FrameType::kWelcome, .open = true};
   }
-  state_ = State::kSentProof;
-  return {.send = FrameType::kProof, .body = Writer().text(mac("initiator", transcript_)).done()};
-}
-
-Handshake::Step Handshake::on_proof(std::string_view body) {
-  Reader in(body);
-  const std::string proof = in.text();
-  if (!in.finished()) return refuse("a malformed proof");
-  if (!equal_in_constant_time(proof, mac("initiator", transcript_))) return refuse(std::string(kWrongSecret));
-  state_ = State::kProven;
-  return {.proven = true};
+  state_ = State::kSentConfirm;
+  return {.send = FrameType::kConfirm, .body = Writer().text(mac("confirm", transcript_)).done()};
 }
 
 void Handshake::open() {
@@ -257,15 +273,19 @@ Handshake::Step Handshake::on_refuse(std::string_view body) {
   const std::string why = in.text();
   const auto answer = in.number<OfferAnswer>();
   const std::string reason = Writer().text(why).number(answer).done();
-  if (state_ == State::kSentProof && equal_in_constant_time(in.text(), mac("refuse", reason + transcript_)))
-    answer_ = answer;
+  const bool authentic = (state_ == State::kSentProof || state_ == State::kSentConfirm) &&
+                         equal_in_constant_time(in.text(), mac("refuse", reason + transcript_));
+  if (authentic) answer_ = answer;
+  if (why == kRefused) return fail(std::string(kRefusedByPeer));
   return fail("refused by the peer: " + printable(why));
 }
 
-Handshake::Step Handshake::refuse(std::string why) {
+/// Rejects an end that has not proven itself.
+Handshake::Step Handshake::refuse_unauthenticated(std::string why) {
   state_ = State::kFailed;
-  const std::string reason = Writer().text(why).number(OfferAnswer::kAccept).text("").done();
-  return {.send = FrameType::kRefuse, .body = reason, .failed = std::move(why)};
+  return {.send = FrameType::kRefuse,
+          .body = Writer().text(kRefused).number(OfferAnswer::kAccept).text("").done(),
+          .failed = std::move(why)};
 }
 
 Handshake::Step Handshake::fail(std::string why) {

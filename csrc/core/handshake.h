@@ -2,15 +2,18 @@
 //
 //     initiator                               acceptor
 //     HELLO      version, group, me, you, nonce, limits, lanes, offer, link ->
-//                <- CHALLENGE   me, nonce, limits, lanes, mac("acceptor" + HELLO + all of these)
+//                <- CHALLENGE   nonce
 //     PROOF      mac("initiator" + HELLO + CHALLENGE) ->
+//                <- ANSWER      me, limits, lanes, mac("acceptor" + HELLO + CHALLENGE + all of these)
+//     CONFIRM    mac("confirm" + HELLO + CHALLENGE + ANSWER) ->
 //                <- WELCOME
 //
-// Either end may answer REFUSE with a reason. An acceptor that refuses a proven initiator proves that it is the one:
-// the reason has a mac("refuse" + reason + HELLO + CHALLENGE). Each end stops at the proof of the other
-// (`Step::proven`): the engine then decides whether the session may open (core/session.h). The mac is HMAC-SHA256 keyed
-// with the group's secret. It covers both nonces and both identities, so a recorded handshake cannot be replayed, and
-// the proof of one worker is not valid for another.
+// The initiator proves itself first: an unauthenticated peer gets a nonce, and no mac with which it could search for
+// the secret. Either end may answer REFUSE. One that has not proven itself gets the word kRefused and nothing else; the
+// reason is only logged. One that has proven itself gets the reason, with a mac("refuse" + reason + HELLO + ...). Each
+// end stops once the other is authenticated (`Step::proven`): the engine then decides whether the session may open
+// (core/session.h). The mac is HMAC-SHA256 keyed with the group's secret. It covers both nonces and both identities, so
+// a recorded handshake cannot be replayed, and the proof of one worker is not valid for another.
 //
 // Both ends send their limits for received messages (core/limits.h); senders observe them.
 //
@@ -29,6 +32,8 @@
 #include "core/session.h"
 
 namespace telegrad {
+
+inline constexpr std::string_view kRefused = "refused";  // the reason that an unauthenticated peer gets
 
 struct Identity {
   std::int32_t id = -1;
@@ -62,9 +67,9 @@ class Handshake {
   /// Initiator only: the first frame.
   Step begin();
   Step on_frame(FrameType type, std::string_view body);
-  /// After `proven`: the initiator proves itself, the acceptor opens the connection.
+  /// After `proven`: the initiator confirms, the acceptor opens the connection.
   Step proceed();
-  /// Acceptor, after `proven`: rejects the initiator.
+  /// Rejects the other end, which has proven itself, and gives it the reason.
   Step refuse(OfferAnswer answer, std::string why);
 
   /// Returns the identity of the other end; valid once proven.
@@ -83,14 +88,26 @@ class Handshake {
   bool for_lane() const { return for_lane_; }
 
  private:
-  enum class State { kStart, kSentHello, kSentChallenge, kSentProof, kProven, kOpen, kFailed };
+  enum class State {
+    kStart,
+    kSentHello,
+    kSentChallenge,
+    kSentProof,
+    kSentAnswer,
+    kProven,
+    kSentConfirm,
+    kOpen,
+    kFailed
+  };
 
   explicit Handshake(const HandshakeConfig& config) : config_(&config) {}
   Step on_hello(std::string_view body);
   Step on_challenge(std::string_view body);
   Step on_proof(std::string_view body);
+  Step on_answer(std::string_view body);
+  Step on_confirm(std::string_view body);
   Step on_refuse(std::string_view body);
-  Step refuse(std::string why);
+  Step refuse_unauthenticated(std::string why);
   Step fail(std::string why);
   std::string mac(std::string_view label, std::string_view transcript) const;
   void open();
@@ -99,8 +116,9 @@ class Handshake {
   bool initiator_ = false;
   State state_ = State::kStart;
   Identity peer_;
+  Identity wanted_;  // acceptor: the worker that the initiator wants
   std::string hello_;
-  std::string transcript_;
+  std::string transcript_;  // of the frames so far, for the macs
   Limits limits_;
   std::uint32_t lanes_ = 1;
   SessionOffer offer_;

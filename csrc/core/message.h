@@ -25,14 +25,16 @@ namespace telegrad {
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 inline constexpr std::uint32_t kMagic = 0x31524754;  // "TGR1"
-inline constexpr std::uint32_t kProtocolVersion = 7;
+inline constexpr std::uint32_t kProtocolVersion = 8;
 
 enum class FrameType : std::uint8_t {
   kHello = 1,      // handshake, initiator: own identity, wanted identity, nonce
-  kChallenge = 2,  // handshake, acceptor: own identity, nonce, proof over both
+  kChallenge = 2,  // handshake, acceptor: nonce
   kProof = 3,      // handshake, initiator: proof over both
   kWelcome = 4,    // handshake, acceptor: the connection is open
-  kRefuse = 5,     // handshake, either end: rejected, with the reason
+  kRefuse = 5,     // handshake, either end: rejected, with the reason if the receiver has proven itself
+  kAnswer = 6,     // handshake, acceptor: own identity, proof over all of it
+  kConfirm = 7,    // handshake, initiator: it has checked the answer
   kRequest = 16,   // answered by exactly one kReply with the same call_id
   kReply = 17,
   kOneway = 18,     // never answered
@@ -60,7 +62,7 @@ enum class CallState : std::uint8_t {
   kReplied = 4,  // the callee has replied, but the reply was late or lost
 };
 
-inline bool is_handshake(FrameType t) { return t <= FrameType::kRefuse; }
+inline bool is_handshake(FrameType t) { return t <= FrameType::kConfirm; }
 
 enum FrameFlags : std::uint16_t {
   kNested = wire::Flag::kNested,  // the request was made inside a handler: it always finds a thread

@@ -149,7 +149,7 @@ void Peers::connect(Lock& lock, Peer& peer) {
       continue;
     }
     try {
-      auto link = transport->connect(address);
+      auto link = transport->connect(address, parts_.settings.security);
       const bool to_self = peer.identity.id == parts_.settings.handshake.me.id;
       Handshake handshake = Handshake::initiate(parts_.settings.handshake, peer.identity,
                                                 to_self ? SessionOffer{} : peer.agreement.dial());

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <system_error>
 
+#include "base/crypto.h"
 #include "core/engine_parts.h"
 #include "core/peers.h"
 #include "core/tuning.h"
@@ -33,7 +34,7 @@ struct DescriptorBudget {
 std::string Peers::listen(const std::string& address) {
   Transport* transport = find_transport(address);
   if (!transport) throw std::system_error(EPROTONOSUPPORT, std::generic_category(), "cannot listen on " + address);
-  auto listener = transport->listen(address);
+  auto listener = transport->listen(address, parts_.settings.security);
   const std::string bound = listener->address();
   Lock lock(parts_.mutex);
   const std::uint64_t token = next_token_++;
@@ -79,8 +80,8 @@ void Peers::accept_from(Listener& listener) {
   }
 }
 
-/// Returns the connection to close when one more is accepted from `source`. One source has at most
-/// half of the places. Processes of the same user and host have no source ("").
+/// Returns the connection to close when one more is accepted from `source`. One source has at most a fourth
+/// of the places. Processes of the same user and host have no source ("").
 ConnectionPtr Peers::connection_to_displace(const std::string& source, std::size_t places) const {
   std::size_t all = 0, same = 0;
   ConnectionPtr oldest, oldest_same;
@@ -92,7 +93,7 @@ ConnectionPtr Peers::connection_to_displace(const std::string& source, std::size
     ++same;
     if (!oldest_same || c->id < oldest_same->id) oldest_same = c;
   }
-  if (same >= std::max<std::size_t>(places / 2, 1)) return oldest_same;
+  if (same >= std::max<std::size_t>(places / kSourceShare, 1)) return oldest_same;
   return all >= places ? oldest : nullptr;
 }
 
@@ -104,7 +105,10 @@ PeerCredentials Peers::peer_credentials_of(const Link& link) {
 
 /// Returns the reason to reject a process of this user ("" if it has closed its end), or null to accept it.
 std::optional<std::string> Peers::rejection_reason(const PeerCredentials& user) {
-  if (user.kind == PeerCredentials::Kind::kRemote) return std::nullopt;
+  if (user.kind == PeerCredentials::Kind::kRemote) {
+    if (has_crypto()) return std::nullopt;
+    return "it is on another host, or its user is not checked: " + std::string(kNoOpenSsl);
+  }
   if (user.kind == PeerCredentials::Kind::kUnknown) {
     if (user.why.empty()) return user.why;
     return "it may be a process of another user of this host: " + user.why;

@@ -44,7 +44,11 @@ void Peers::on_handshake(const ConnectionPtr& c, FrameType type, std::string_vie
     return close_connection(c, e.what());
   }
   c->answer = c->handshake.answer();
-  if (step.proven) return on_proven(c);
+  if (step.proven) {
+    const std::string& name = c->handshake.peer().name;
+    if (c->link->is_certified_for(name)) return on_proven(c);
+    step = c->handshake.refuse(OfferAnswer::kAccept, "the certificate of worker " + name + " has another name");
+  }
   take_step(c, step);
 }
 

@@ -33,7 +33,7 @@ void Peers::open_lanes(const ConnectionPtr& c) {
 void Peers::open_lane(const ConnectionPtr& c) {
   try {
     const std::string address = c->link->describe();
-    auto link = find_transport(address)->connect(address);
+    auto link = find_transport(address)->connect(address, parts_.settings.security);
     Handshake handshake = Handshake::initiate(parts_.settings.handshake, c->handshake.peer(), {}, c->handshake.link());
     const Handshake::Step hello = handshake.begin();
     ConnectionPtr lane;

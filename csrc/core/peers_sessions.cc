@@ -112,7 +112,7 @@ std::optional<Handshake::Step> Peers::decide(const ConnectionPtr& c, std::vector
   }
   SessionAgreement& agreement = peer.agreement;
   if (c->initiator) {
-    if (agreement.prove(remote.incarnation)) return handshake.proceed();
+    if (agreement.confirm(remote.incarnation)) return handshake.proceed();
     return Handshake::Step{.failed = "an older process of worker " + remote.name + " answers at this address"};
   }
   const OfferVerdict verdict = agreement.judge(remote.incarnation, handshake.offer());

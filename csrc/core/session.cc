@@ -14,10 +14,10 @@ SessionOffer SessionAgreement::dial() {
   return {.number = dials_, .previous = previous_};
 }
 
-bool SessionAgreement::prove(std::uint64_t incarnation) {
+bool SessionAgreement::confirm(std::uint64_t incarnation) {
   if (incarnation < incarnation_) return false;
   meet(incarnation);
-  dial_->proven = true;
+  dial_->confirmed = true;
   return true;
 }
 
@@ -40,7 +40,7 @@ OfferVerdict SessionAgreement::judge(std::uint64_t incarnation, const SessionOff
     verdict.ends_session = !session_.mine || last == session_;
     if (!verdict.ends_session) verdict.answer = OfferAnswer::kBusy;
   } else if (has_dial()) {
-    verdict.ends_dial = !wins_ || !has_proven();
+    verdict.ends_dial = !wins_ || !has_confirmed();
     if (!verdict.ends_dial) verdict.answer = OfferAnswer::kBusy;
   }
   return verdict;

@@ -9,7 +9,7 @@
 // the peer. The acceptor decides once the initiator has proven its identity:
 //     a newer one was accepted    outdated
 //     no session, no dial         accept
-//     its own dial is under way   accept, and give up its own; but if it has the lower id and has sent its proof, the
+//     its own dial is under way   accept, and give up its own; but if it has the lower id and has confirmed, the
 //                                 peer may have accepted: busy
 //     a session of the peer       the peer has given it up: end it, accept
 //     a session of its own        the peer has ended it if the offer names it as the last: end it, accept. Else the
@@ -66,12 +66,12 @@ class SessionAgreement {
   // ---- dials of this end
 
   bool has_dial() const { return dial_.has_value(); }
-  bool has_proven() const { return dial_ && dial_->proven; }
+  bool has_confirmed() const { return dial_ && dial_->confirmed; }
   /// Begins a dial. Requires that there is neither a dial nor a session.
   SessionOffer dial();
-  /// Records that the proof is about to be sent to this incarnation, which may open the session at any time from now
-  /// on. Returns false if it is stale.
-  bool prove(std::uint64_t incarnation);
+  /// Records that the confirmation is about to be sent to this incarnation, which may open the session at any time from
+  /// now on. Returns false if it is stale.
+  bool confirm(std::uint64_t incarnation);
   /// Records that the dial has ended without a session.
   void give_up() { dial_.reset(); }
   /// Opens the session of the dial, which the peer has accepted.
@@ -92,14 +92,14 @@ class SessionAgreement {
 
   /// Returns everything that decisions depend on, for tests.
   auto state() const {
-    return std::tuple(incarnation_, dials_, accepted_, dial_ ? dial_->number : 0, has_proven(), session_.mine,
+    return std::tuple(incarnation_, dials_, accepted_, dial_ ? dial_->number : 0, has_confirmed(), session_.mine,
                       session_.number, previous_.mine, previous_.number);
   }
 
  private:
   struct Dial {
     std::uint64_t number;
-    bool proven = false;
+    bool confirmed = false;
   };
 
   const bool wins_;

@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "core/handshake.h"
+#include "core/transport.h"
 
 namespace telegrad {
 
@@ -19,6 +20,7 @@ struct Settings {
   std::size_t pool_cache = std::size_t{1} << 30;
   Nanos handshake_timeout = 10 * kSecond;
   Nanos connect_timeout = 30 * kSecond;  // how long a call may wait for a connection; 0: without limit
+  LinkSecurityPtr security;              // null: connections are not encrypted
   Nanos heartbeat = 5 * kSecond;         // interval of the failure detector, see core/silence.h; 0: none. On TCP,
   Nanos local_heartbeat = 30 * kSecond;  // and on connections within the host, where debuggers stop processes
   bool check_uid = true;                 // reject peers on this host that run as another user

@@ -36,10 +36,12 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/clock.h"
 #include "base/peer_credentials.h"
+#include "core/link_security.h"
 #include "core/message.h"
 
 namespace telegrad {
@@ -169,6 +171,9 @@ class Link {
   /// Returns the machine at the other end, for limits per machine: an IPv4 address or an IPv6 network; "": this host.
   virtual std::string source() const { return {}; }
 
+  /// Returns whether the other end may be the worker of this name. False if its certificate names another one.
+  virtual bool is_certified_for([[maybe_unused]] std::string_view name) const { return true; }
+
   /// Returns a description for logs and errors: "unix", "tcp 10.0.0.1:5000 -> 10.0.0.2:6000".
   virtual std::string describe() const = 0;
 };
@@ -185,11 +190,11 @@ class Transport {
  public:
   virtual ~Transport() = default;
   /// Opens a listener. Throws std::system_error that names the address. Never blocks.
-  virtual std::unique_ptr<Listener> listen(const std::string& address) = 0;
+  virtual std::unique_ptr<Listener> listen(const std::string& address, const LinkSecurityPtr& security = {}) = 0;
   /// Starts connecting; never blocks. The returned link may still be connecting: then it polls writable when done, and
   /// until then `send` returns kBlocked or kBroken. Throws std::system_error if connecting fails at once; EAGAIN means
-  /// that the caller should try again.
-  virtual std::unique_ptr<Link> connect(const std::string& address) = 0;
+  /// that the caller should try again. On an encrypted link, this end sends first: nothing arrives before.
+  virtual std::unique_ptr<Link> connect(const std::string& address, const LinkSecurityPtr& security = {}) = 0;
 };
 
 /// Returns the transport of an address "scheme:rest", or null if the scheme is unknown. Transports are stateless

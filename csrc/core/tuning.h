@@ -86,6 +86,8 @@ inline constexpr Nanos kMaxRetryDelay = 500 * kMillisecond;
 inline constexpr std::size_t kMaxUnauthenticated = 64;
 /// They use at most this part of the descriptors, and as many stay free for the program.
 inline constexpr std::size_t kUnauthenticatedShare = 8;
+/// Part of them that one address may have.
+inline constexpr std::size_t kSourceShare = 4;
 /// Accepts between two polls of existing connections.
 inline constexpr int kAcceptsPerPoll = 16;
 /// Interval in which at most kRejectLogLines rejected connections are logged.

@@ -6,9 +6,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
 #include <system_error>
 
+#include "base/crypto.h"
 #include "codec/gil.h"
+#include "core/link_security.h"
 #include "python/buffer_leases.h"
 #include "python/calls.h"
 #include "python/deferred_decref.h"
@@ -91,7 +94,9 @@ void construct(Engine* self, int id, const std::string& name, std::uint64_t inca
                const nb::bytes& secret, Nanos spin, std::size_t handlers, std::int64_t window, std::size_t pool_cache,
                Nanos handshake_timeout, Nanos connect_timeout, Nanos heartbeat, Nanos local_heartbeat,
                std::uint64_t max_body, std::uint64_t max_message, std::uint64_t shared_memory, std::uint32_t lanes,
-               bool check_uid) {
+               bool check_uid, bool secret_given, bool encrypted, const std::string& certificate,
+               const std::string& private_key, const std::string& authority) {
+  if (secret_given && !has_crypto()) throw std::runtime_error(std::string(kNoOpenSsl));
   Settings s;
   s.handshake.me = {.id = id, .name = name, .incarnation = incarnation};
   s.handshake.group = group;
@@ -109,6 +114,13 @@ void construct(Engine* self, int id, const std::string& name, std::uint64_t inca
   s.handshake.limits.leased = shared_memory;
   s.handshake.lanes = lanes;
   s.check_uid = check_uid;
+  if (encrypted) {
+    s.security =
+        make_tls({.key = certificate.empty() ? derive_key(s.handshake.secret, "telegrad tls " + group, 32) : "",
+                  .certificate = certificate,
+                  .private_key = private_key,
+                  .authority = authority});
+  }
   new (self) Engine(std::move(s));
 }
 
@@ -180,6 +192,8 @@ void init_engine(nb::module_& m) {
           },
           "Return the counts and bytes of blocks in use and in the cache.");
 
+  m.def("openssl_version", openssl_version, "Return the version of OpenSSL in use; \"\" for a build without it.");
+
   m.def("release", decref_deferred,
         "Release Python objects that engines no longer use.\n\n"
         "Every call of an engine does so; needed after the end of the last engine.");
@@ -190,7 +204,8 @@ void init_engine(nb::module_& m) {
   engine
       .def("__init__", construct, nb::kw_only(), "id"_a, "name"_a, "incarnation"_a, "group"_a, "secret"_a, "spin"_a,
            "handlers"_a, "window"_a, "pool_cache"_a, "handshake_timeout"_a, "connect_timeout"_a, "heartbeat"_a,
-           "local_heartbeat"_a, "max_body"_a, "max_message"_a, "shared_memory"_a, "lanes"_a, "check_uid"_a)
+           "local_heartbeat"_a, "max_body"_a, "max_message"_a, "shared_memory"_a, "lanes"_a, "check_uid"_a,
+           "secret_given"_a, "encrypted"_a, "certificate"_a, "private_key"_a, "authority"_a)
       .def("listen", &Engine::listen, "address"_a, "Listen on an address and return the address that peers connect to.")
       .def(
           "set_peer",

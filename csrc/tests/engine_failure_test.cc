@@ -339,7 +339,7 @@ CASE_ON_EVERY_SCHEME(the_first_connection_is_an_event) {
   for (int i = 0; i < 3; ++i) CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
   for (Worker* w : {&a, b.get()}) w->link_count.wait_for(1);
   CHECK(a.links[0].starts_with("w1 to " + scheme));
-  CHECK_EQ(b->links[0], "w0 from " + scheme + (scheme == "tcp" ? ":127.0.0.1" : ""));
+  CHECK_EQ(b->links[0], "w0 from " + scheme + (scheme == "tcp" || scheme == "tls" ? ":127.0.0.1" : ""));
   b->stop();
   a.wait_for_event(EventKind::kPeerLeft);
   b = std::make_unique<Worker>(1);

@@ -108,7 +108,7 @@ CASE(a_tensor_sent_over_lanes_may_change_afterwards) {
 /// Connects to a worker with a handshake for a lane, until the connection ends or, if it `stays`, until the welcome.
 struct Attempt {
   Attempt(const PeerAddress& at, const HandshakeConfig& config, std::string link_name, bool stays = false)
-      : link(find_transport(at.addresses[0])->connect(at.addresses[0])),
+      : link(connect_to(at.addresses[0])),
         handshake(Handshake::initiate(config, at.identity, {}, std::move(link_name))) {
     act(handshake.begin());
     while (!over && !(stays && welcome)) {

@@ -26,7 +26,7 @@ struct Raw {
       int ends[2];
       CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
       mine = UniqueFd(ends[0]);
-      return std::make_unique<LanedLink>(UniqueFd(ends[1]), "test", false, kTestSocket);
+      return std::make_unique<LanedLink>(std::make_unique<ByteStream>(UniqueFd(ends[1])), "test", false, kTestSocket);
     };
     link = end(first);
     CHECK(link->add_lane(end(lane)));
@@ -268,7 +268,7 @@ CASE(every_lane_is_prepared_for_large_transfers) {
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
     others.emplace_back(ends[0]);
     all.insert(ends[1]);
-    auto one = std::make_unique<LanedLink>(UniqueFd(ends[1]), "test", false, kKind,
+    auto one = std::make_unique<LanedLink>(std::make_unique<ByteStream>(UniqueFd(ends[1])), "test", false, kKind,
                                            Striping{.message = 1, .segment = 1, .measured = false});
     if (link) {
       CHECK(link->add_lane(std::move(one)));

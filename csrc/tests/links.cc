@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "transports/tcp/laned_link.h"
+#include "transports/tls/security.h"
 
 namespace telegrad::test {
 
@@ -72,9 +73,24 @@ BlockPtr RecordingInbox::allocate(std::size_t size) {
   return pool->allocate(size);
 }
 
+LinkSecurityPtr security_for(const std::string& address) {
+  if (!address.starts_with("tls")) return nullptr;
+  static const LinkSecurityPtr kSecurity = make_tls({.key = std::string(32, 'k')});
+  return kSecurity;
+}
+
+std::unique_ptr<Listener> listen_on(const std::string& address) {
+  return find_transport(address)->listen(address, security_for(address));
+}
+
+std::unique_ptr<Link> connect_to(const std::string& address) {
+  return find_transport(address)->connect(address, security_for(address));
+}
+
 std::string fresh_address(const std::string& scheme) {
   static std::atomic<int> count = 0;
-  if (scheme == "tcp" || scheme == "lanes") return "tcp:127.0.0.1:0";
+  if (scheme == "tcp" || scheme == "lanes" || scheme == "tls-lanes") return "tcp:127.0.0.1:0";
+  if (scheme == "tls") return "tls:127.0.0.1:0";
   const std::string name = "telegrad-test-" + std::to_string(getpid()) + "-" + std::to_string(++count);
   return scheme + (scheme == "inproc" ? ":" : ":@") + name;
 }
@@ -131,26 +147,30 @@ ReceiveState receive(Link& link, Inbox& inbox, std::size_t budget) {
 }
 
 Ends::Ends(const std::string& scheme) {
-  const std::string address = fresh_address(scheme);
-  Transport* transport = find_transport(address);
-  CHECK(transport != nullptr);
-  listener = transport->listen(address);
-  if (scheme == "lanes") {
-    connect_lanes();
+  listener = listen_on(fresh_address(scheme));
+  if (scheme.ends_with("lanes")) {
+    connect_lanes(scheme == "tls-lanes");
     return;
   }
-  a = transport->connect(listener->address());
+  a = connect_to(listener->address());
   while (!b) {
     CHECK(readable(listener->fd()));
     b = listener->accept();
   }
+  if (scheme == "tls") shake_hands(*a, *b);
 }
 
-void Ends::connect_lanes() {
+void Ends::connect_lanes(bool encrypted) {
   static constexpr SocketKind kKind{.peer_credentials = remote_credentials};
   constexpr Striping kAll{.message = 1, .segment = 1, .fragment = 50'000, .measured = false};
+  const auto link_over = [&](const Link& link, bool initiator) {
+    UniqueFd socket(dup(link.fd()));
+    auto stream = encrypted ? make_tls_stream(std::move(socket), security_for("tls:"), initiator)
+                            : std::make_unique<ByteStream>(std::move(socket));
+    return std::make_unique<LanedLink>(std::move(stream), "lanes", false, kKind, kAll);
+  };
   auto both = [&] {
-    auto out = find_transport("tcp:")->connect(listener->address());
+    auto out = connect_to(listener->address());
     std::unique_ptr<Link> in;
     do {
       readable(listener->fd());
@@ -161,8 +181,9 @@ void Ends::connect_lanes() {
     while (out->send(hello) == SendState::kBlocked) writable(out->fd());  // it is connected
     RecordingInbox inbox;
     receive_until(*in, inbox, 1);
-    return std::pair{std::make_unique<LanedLink>(UniqueFd(dup(out->fd())), "lanes", false, kKind, kAll),
-                     std::make_unique<LanedLink>(UniqueFd(dup(in->fd())), "lanes", false, kKind, kAll)};
+    auto at_a = link_over(*out, true), at_b = link_over(*in, false);
+    if (encrypted) shake_hands(*at_a, *at_b);
+    return std::pair{std::move(at_a), std::move(at_b)};
   };
   std::tie(a, b) = both();
   for (int i = 0; i < 3; ++i) {
@@ -172,17 +193,31 @@ void Ends::connect_lanes() {
   }
 }
 
+void shake_hands(Link& a, Link& b) {
+  Message m;
+  m.header.type = FrameType::kOneway;
+  RecordingInbox inbox;
+  send_whole(a, m, b, inbox);
+  receive_until(b, inbox, 1);
+}
+
 void send_whole(Link& from, const Message& message, Link& to, RecordingInbox& inbox) {
   Outgoing m = message.outgoing();
+  send_whole(from, m, to, inbox);
+}
+
+void send_whole(Link& from, Outgoing& m, Link& to, RecordingInbox& inbox) {
   while (true) {
     const SendState state = from.send(m);
     if (state == SendState::kSent) return;
     if (state == SendState::kBroken) fail(__FILE__, __LINE__, "a send failed: " + from.error());
     wait_for_either(from, to);
     RecordingInbox nothing;
-    if (readable(from, 0)) CHECK(receive(from, nothing, kAnyBudget) != ReceiveState::kBroken);
+    if (readable(from, 0) && receive(from, nothing, kAnyBudget) == ReceiveState::kBroken)
+      fail(__FILE__, __LINE__, "the sender's link broke: " + from.error());
     CHECK(nothing.messages.empty());
-    if (readable(to, 0)) CHECK(receive(to, inbox, kAnyBudget) != ReceiveState::kBroken);
+    if (readable(to, 0) && receive(to, inbox, kAnyBudget) == ReceiveState::kBroken)
+      fail(__FILE__, __LINE__, "the receiver's link broke: " + to.error());
   }
 }
 

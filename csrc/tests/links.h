@@ -46,6 +46,11 @@ class RecordingInbox final : public Inbox {
 /// Settings for sockets with any process as their peer.
 inline PeerCredentials remote_credentials(int, CredentialLookup&) { return {.kind = PeerCredentials::Kind::kRemote}; }
 
+/// Returns what the transport of an address needs to encrypt.
+LinkSecurityPtr security_for(const std::string& address);
+/// Listens and connects, also on encrypted addresses.
+std::unique_ptr<Listener> listen_on(const std::string& address);
+std::unique_ptr<Link> connect_to(const std::string& address);
 /// Returns an unused address of a scheme, to listen on.
 std::string fresh_address(const std::string& scheme);
 
@@ -64,21 +69,25 @@ void wait_for_either(const Link& from, const Link& to);
 ReceiveState receive(Link& link, Inbox& inbox, std::size_t budget);
 
 /// Two ends of one link; `a` has connected, `b` was accepted. The scheme "lanes" is tcp with lanes, over which the
-/// segments of all messages are striped in small fragments.
+/// segments of all messages are striped in small fragments; "tls-lanes" is the same for tls.
 struct Ends {
   explicit Ends(const std::string& scheme);
   std::unique_ptr<Listener> listener;
   std::unique_ptr<Link> a, b;
 
  private:
-  void connect_lanes();
+  void connect_lanes(bool encrypted);
 };
 
 constexpr std::size_t kAnyBudget = std::size_t{1} << 20;
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
+/// Completes the handshake of an encrypted link.
+void shake_hands(Link& a, Link& b);
 /// Sends one message while reading at the other end.
 void send_whole(Link& from, const Message& message, Link& to, RecordingInbox& inbox);
+/// Sends a message that may have been begun while reading at the other end.
+void send_whole(Link& from, Outgoing& message, Link& to, RecordingInbox& inbox);
 /// Reads until `count` messages have arrived since the inbox was empty.
 void receive_until(Link& link, RecordingInbox& inbox, std::size_t count);
 /// Reads until the link is broken.

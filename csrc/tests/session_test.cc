@@ -14,7 +14,7 @@
 namespace telegrad::test {
 namespace {
 
-enum Kind : char { kHello = 'h', kChallenge = 'c', kProof = 'p', kWelcome = 'w', kRefuse = 'r', kMessage = 'm' };
+enum Kind : char { kHello = 'h', kAnswer = 'a', kConfirm = 'c', kWelcome = 'w', kRefuse = 'r', kMessage = 'm' };
 
 struct Link {
   int initiator = 0;
@@ -233,12 +233,12 @@ class World {
           return close(at, side);
         }
         wanted = end.incarnation;
-        return answer(kChallenge);
+        return answer(kAnswer);
       }
-      case kChallenge:
-        if (!end.agreement.prove(theirs)) return close(at, side);
-        return answer(kProof);
-      case kProof: {
+      case kAnswer:
+        if (!end.agreement.confirm(theirs)) return close(at, side);
+        return answer(kConfirm);
+      case kConfirm: {
         const OfferVerdict verdict = end.agreement.judge(theirs, link.offer);
         if (verdict.ends_session) {
           const Link& old = links[index(end.session)];
@@ -301,7 +301,7 @@ std::size_t explore(const Limits& limits) {
     for (int side : {0, 1}) {  // an end without a session can still open one
       World again = end;
       again.learn(side);
-      if (again.ends[static_cast<std::size_t>(1 - side)].agreement.has_proven()) again.abandon(1 - side);  // in time
+      if (again.ends[static_cast<std::size_t>(1 - side)].agreement.has_confirmed()) again.abandon(1 - side);  // in time
       if (!again.dial(side)) continue;
       again.settle();
       CHECK(again.ends[0].session >= 0);
@@ -365,8 +365,8 @@ CASE(an_older_incarnation_is_stale) {
   agreement.end();
   agreement.dial();
   CHECK(agreement.judge(9, offer).ends_dial);  // the older one must not accept it
-  CHECK(!agreement.prove(7));
-  CHECK(agreement.prove(8));
+  CHECK(!agreement.confirm(7));
+  CHECK(agreement.confirm(8));
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ struct Raw {
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
     socket = UniqueFd(ends[0]);
-    link = std::make_unique<StreamLink>(UniqueFd(ends[1]), "test", false, kTestSocket);
+    link = std::make_unique<StreamLink>(std::make_unique<ByteStream>(UniqueFd(ends[1])), "test", false, kTestSocket);
   }
   void write(std::string_view bytes) {
     while (!bytes.empty()) {
@@ -136,7 +136,8 @@ CASE(bytes_that_are_not_a_frame) {
   check_refused(std::string(56, '\0'), "not a Telegrad frame");
   check_refused("GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.0 and some more\r\n\r\n",
                 "not a Telegrad frame");
-  check_refused(std::string("\x16\x03\x01\x02", 4) + std::string(100, '\1'), "not a Telegrad frame");  // TLS
+  check_refused(std::string("\x16\x03\x01\x02", 4) + std::string(100, '\1'),
+                "the other end encrypts, and this one does not");
   std::string almost = wire(Message{});
   almost[3] = '2';
   check_refused(almost, "not a Telegrad frame");

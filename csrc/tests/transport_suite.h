@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/crypto.h"
 #include "tests/links.h"
 
 namespace telegrad::test {
@@ -15,8 +16,7 @@ using Scheme = const std::string&;
 inline constexpr std::size_t kKiB = 1024;
 
 inline constexpr const char* kSchemes[] = {
-    "shm",    "unix", "tcp",
-    "lanes",  // tcp with lanes, see Ends
+    "shm",    "unix", "tcp", "tls", "lanes", "tls-lanes",  // tcp and tls with lanes, see Ends
     "inproc",
 };
 
@@ -32,7 +32,8 @@ struct SuiteRow {
 inline bool add_on_every_scheme(std::initializer_list<SuiteRow> rows) {
   for (const std::string scheme : kSchemes) {
     for (const SuiteRow& row : rows) {
-      if (scheme == "lanes" && !row.of_links) continue;
+      if (scheme.starts_with("tls") && !has_crypto()) continue;
+      if (scheme.ends_with("lanes") && !row.of_links) continue;
       add_case(scheme + "/" + row.name, [scheme, run = row.run] { run(scheme); });
     }
   }

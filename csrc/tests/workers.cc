@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "base/crypto.h"
+
 namespace telegrad::test {
 
 std::atomic<int> Bytes::live = 0;
@@ -34,6 +36,10 @@ std::unique_ptr<Outgoing> compose(Request& r) {
 
 // ---- Worker
 
+namespace {
+std::string scheme_of_case;  // of CASE_ON_EVERY_SCHEME: the engines of its workers encrypt if it is "tls"
+}
+
 Settings Worker::settings_of(int id) {
   Settings s;
   s.handshake.me = {.id = id, .name = "w" + std::to_string(id), .incarnation = static_cast<std::uint64_t>(1000 + id)};
@@ -46,6 +52,7 @@ Worker::Worker(int id, Settings settings, int pool_threads) : id(id) {
   const Limits limits = settings.handshake.limits;
   if (settings.handshake.me.id < 0) settings.handshake = settings_of(id).handshake;
   settings.handshake.limits = limits;
+  if (!settings.security) settings.security = security_for(scheme_of_case);
   engine = std::make_unique<Engine>(std::move(settings));
   add_threads(pool_threads);
 }
@@ -221,7 +228,7 @@ void introduce(std::initializer_list<Worker*> workers, const std::string& scheme
 
 Puppet::Puppet(int id, const std::string& scheme) : config(Worker::settings_of(id).handshake) {
   const std::string address = fresh_address(scheme);
-  listener = find_transport(address)->listen(address);
+  listener = listen_on(address);
 }
 
 PeerAddress Puppet::address() const { return {.identity = config.me, .addresses = {listener->address()}}; }
@@ -240,7 +247,7 @@ Handshake::Step advance(Handshake& handshake, FrameType type, std::string_view b
 }
 
 void Puppet::connect(const PeerAddress& peer) {
-  link = find_transport(peer.addresses[0])->connect(peer.addresses[0]);
+  link = connect_to(peer.addresses[0]);
   shake(Handshake::initiate(config, peer.identity, {.number = ++dials_, .previous = {}}), true);
 }
 
@@ -292,8 +299,14 @@ Message message(FrameType type, std::string body, std::uint64_t call) {
 }
 
 bool on_every_scheme(const char* name, void (*run)(const std::string&), bool slow) {
-  for (const std::string scheme : {"shm", "unix", "tcp", "inproc"}) {
-    add_case(scheme + "/" + name, [scheme, run] { run(scheme); }, slow);
+  for (const std::string scheme : {"shm", "unix", "tcp", "tls", "inproc"}) {
+    if (scheme == "tls" && !has_crypto()) continue;
+    const auto run_on = [scheme, run] {
+      scheme_of_case = scheme;
+      run(scheme);
+      scheme_of_case.clear();
+    };
+    add_case(scheme + "/" + name, run_on, slow);
   }
   return true;
 }

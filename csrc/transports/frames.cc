@@ -12,6 +12,15 @@ namespace {
 
 constexpr std::size_t kMinDirectRead = 16 << 10;  // parts with at least this much missing are read directly into place
 
+constexpr std::string_view kEncrypted =
+    "the other end encrypts, and this one does not: give all workers the same option encryption";
+
+/// Returns whether a frame begins like a record of TLS: a greeting or an alert, of any version 3.x.
+bool is_tls(std::uint32_t magic) {
+  const std::uint32_t kind = magic & 0xff;
+  return (kind == 0x15 || kind == 0x16) && (magic >> 8 & 0xff) == 3;
+}
+
 std::uint64_t bytes_in_frame(const OutSegment& s) { return s.lease ? 0 : s.size; }
 
 }  // namespace
@@ -105,7 +114,7 @@ bool FrameReader::begin_frame() {
   FrameHeader& h = incoming_.header;
   if (!fill(&h, sizeof h)) return false;
   if (h.magic != kMagic) {
-    fail("received bytes that are not a Telegrad frame");
+    fail(is_tls(h.magic) ? std::string(kEncrypted) : "received bytes that are not a Telegrad frame");
   } else if (h.name_size > limits_.name || h.body_size > limits_.body || h.segment_count > limits_.segments) {
     fail("a frame of " + std::to_string(h.body_size) + " bytes with " + std::to_string(h.segment_count) +
          " segments and a name of " + std::to_string(h.name_size) + " bytes is over the limits (" +
@@ -257,6 +266,12 @@ std::size_t FrameReader::direct_target(std::byte** to) const {
   if (!block || !block->data() || block->size() - filled_ < kMinDirectRead) return 0;
   *to = block->data() + filled_;
   return block->size() - filled_;
+}
+
+std::string FrameReader::end() const {
+  if (step_ == Step::kHeader && filled_ == 0) return {};
+  const bool tls = step_ == Step::kHeader && filled_ >= sizeof(std::uint32_t) && is_tls(incoming_.header.magic);
+  return tls ? std::string(kEncrypted) : "the stream ended in the middle of a frame";
 }
 
 std::string FrameReader::describe() const {

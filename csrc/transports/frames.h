@@ -80,8 +80,8 @@ class FrameReader {
   std::size_t direct_target(std::byte** to) const;
   void placed(std::size_t count) { filled_ += count; }
 
-  /// Returns whether the stream is between two frames.
-  bool at_rest() const { return step_ == Step::kHeader && filled_ == 0; }
+  /// Returns what is wrong if the stream ends now; "" between two frames.
+  std::string end() const;
 
   /// Describes the current frame for an error text.
   std::string describe() const;

@@ -10,10 +10,8 @@ Transport* find_transport(const std::string& address) {
     Transport* (*make)();
   };
   static constexpr Row kTransports[] = {
-      {"shm", shm_transport},
-      {"unix", unix_transport},
-      {"tcp", tcp_transport},
-      {"inproc", inproc_transport},
+      {"shm", shm_transport}, {"unix", unix_transport},     {"tcp", tcp_transport},
+      {"tls", tcp_transport}, {"inproc", inproc_transport},
   };
   const std::string_view scheme = std::string_view(address).substr(0, address.find(':'));
   for (const Row& row : kTransports) {

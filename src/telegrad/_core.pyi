@@ -166,6 +166,9 @@ class Memory:
     def stats(self) -> dict[Any, Any]:
         """Return the counts and bytes of blocks in use and in the cache."""
 
+def openssl_version() -> str:
+    """Return the version of OpenSSL in use; "" for a build without it."""
+
 def release() -> None:
     """
     Release Python objects that engines no longer use.
@@ -180,7 +183,7 @@ class Engine:
     Times are in nanoseconds; a timeout of 0 is infinite.
     """
 
-    def __init__(self, *, id: int, name: str, incarnation: int, group: str, secret: bytes, spin: int, handlers: int, window: int, pool_cache: int, handshake_timeout: int, connect_timeout: int, heartbeat: int, local_heartbeat: int, max_body: int, max_message: int, shared_memory: int, lanes: int, check_uid: bool) -> None: ...
+    def __init__(self, *, id: int, name: str, incarnation: int, group: str, secret: bytes, spin: int, handlers: int, window: int, pool_cache: int, handshake_timeout: int, connect_timeout: int, heartbeat: int, local_heartbeat: int, max_body: int, max_message: int, shared_memory: int, lanes: int, check_uid: bool, secret_given: bool, encrypted: bool, certificate: str, private_key: str, authority: str) -> None: ...
 
     def listen(self, address: str) -> str:
         """Listen on an address and return the address that peers connect to."""

@@ -19,6 +19,7 @@ __all__ = [
     "DEFAULT_INIT_METHOD",
     "DEFAULT_NUM_WORKER_THREADS",
     "DEFAULT_RPC_TIMEOUT_SEC",
+    "LEAST_SECRET_BYTES",
     "TRANSPORTS",
     "Options",
     "RpcBackendOptions",
@@ -35,6 +36,9 @@ _KIB: Final = 1 << 10
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 _LEAST_LIMIT: Final = 64 << 10  # csrc/core/limits.h: kAlwaysTaken
+
+LEAST_SECRET_BYTES: Final = 16
+"""Minimum length of a group's secret."""
 
 MOST_LANES: Final = 16
 """Maximum number of TCP connections of one link."""
@@ -174,12 +178,28 @@ class Options(RpcBackendOptions):
     )
     secret: str | None = _option(
         None,
-        "the group's secret, which every member must know; without one, any process that reaches the store can join",
+        "the group's secret, which every member must know, 16 bytes or more; without one, any process that reaches the"
+        " store can join",
         env="TELEGRAD_SECRET",
         shown=False,
     )
     secret_file: str | None = _option(
         None, "a file with the group's secret (surrounding white space is ignored)", env="TELEGRAD_SECRET_FILE"
+    )
+    encryption: str = _option(
+        "auto",
+        "auto encrypts TCP connections with TLS if the group was given a secret or certificates; off never does, for"
+        " networks that are trusted; equal on all workers",
+        env="TELEGRAD_ENCRYPTION",
+    )
+    tls_cert: str | None = _option(
+        None,
+        "a PEM file with the worker's certificate, which must name the worker, and those between it and `tls_ca`",
+        env="TELEGRAD_TLS_CERT",
+    )
+    tls_key: str | None = _option(None, "a PEM file with the certificate's private key", env="TELEGRAD_TLS_KEY")
+    tls_ca: str | None = _option(
+        None, "a PEM file with the authority that has signed the certificates of all workers", env="TELEGRAD_TLS_CA"
     )
     bind: str | None = _option(
         None, "the address to listen on; by default, the address used to reach the store", env="TELEGRAD_BIND"
@@ -345,6 +365,17 @@ class Options(RpcBackendOptions):
                     f"option {name} (TELEGRAD_{name.upper()}) is empty, which would leave the group without a secret."
                     " Give one, or leave the option out."
                 )
+        if self.secret and len(self.secret.encode()) < LEAST_SECRET_BYTES:
+            raise ValueError(
+                f"option secret (TELEGRAD_SECRET) has {len(self.secret.encode())} bytes. Give at least"
+                f" {LEAST_SECRET_BYTES}, for example what `openssl rand -hex 32` prints."
+            )
+        if self.encryption not in ("auto", "off"):
+            raise ValueError(f"option encryption has to be auto or off, not {self.encryption!r}")
+        if len({bool(path) for path in (self.tls_cert, self.tls_key, self.tls_ca)}) > 1:
+            raise ValueError("give all of the options tls_cert, tls_key and tls_ca, or none of them")
+        if self.tls_cert and self.encryption == "off":
+            raise ValueError("certificates (tls_cert) need encryption: leave out one of the two options")
         if self.remote_error_level not in _LEVELS:
             raise ValueError(
                 f"option remote_error_level has to be one of {', '.join(_LEVELS)}, not {self.remote_error_level!r}"
@@ -355,23 +386,6 @@ class Options(RpcBackendOptions):
     def remote_error_number(self) -> int:
         """Return ``remote_error_level`` as a level of ``logging``; 0 for OFF."""
         return _LEVELS[self.remote_error_level]
-
-    def group_secret(self) -> bytes | None:
-        """Return the secret from the option or the file; None if there is none.
-
-        Raises:
-            ValueError: The file is empty.
-            OSError: The file cannot be read.
-        """
-        if self.secret:
-            return self.secret.encode()
-        if not self.secret_file:
-            return None
-        with open(self.secret_file, "rb") as f:
-            secret = f.read().strip()
-        if not secret:
-            raise ValueError(f"the file {self.secret_file}, which should hold the group's secret, is empty")
-        return secret
 
 
 def option_rows() -> list[tuple[str, str, str, str]]:

@@ -53,6 +53,11 @@ class Native:
             "shared_memory": 1 << 30,
             "lanes": 4,
             "check_uid": True,
+            "secret_given": False,
+            "encrypted": False,
+            "certificate": "",
+            "private_key": "",
+            "authority": "",
         }
         self.engine = _core.Engine(id=ident, name=f"w{ident}", **settings | options)
         self.address = self.engine.listen(f"unix:@telegrad-test-{uuid.uuid4().hex}")

@@ -10,8 +10,8 @@ from typing import Any, Self
 from telegrad.rpc import Options, Worker
 
 MAGIC = 0x31524754
-VERSION = 7
-HELLO, CHALLENGE, PROOF, WELCOME, REFUSE = 1, 2, 3, 4, 5
+VERSION = 8
+HELLO, CHALLENGE, PROOF, WELCOME, REFUSE, ANSWER, CONFIRM = 1, 2, 3, 4, 5, 6, 7
 REQUEST, REPLY, ONEWAY, CREDIT, GOODBYE = 16, 17, 18, 19, 20
 CANCEL, CALL_STATE = 22, 23
 
@@ -142,9 +142,10 @@ class RawPeer:
 
     def proof(self, hello: bytes, challenge: bytes, secret: bytes | None = None) -> bytes:
         """Return the body of the third frame."""
-        (size,) = struct.unpack_from("<I", challenge)
-        transcript = text(hello) + text(challenge[4 : 4 + size])
-        return text(hmac.digest(secret or self.core.group.secret, b"initiator" + transcript, "sha256"))
+        return self.mac(b"initiator", text(hello) + challenge, secret)
+
+    def mac(self, label: bytes, transcript: bytes, secret: bytes | None = None) -> bytes:
+        return text(hmac.digest(secret or self.core.group.secret, label + transcript, "sha256"))
 
     def join(self, me: tuple[int, str, int], secret: bytes | None = None) -> int:
         """Make the complete handshake; return the type of the last frame."""
@@ -154,7 +155,16 @@ class RawPeer:
         if kind != CHALLENGE:
             return kind
         self.send(frame(PROOF, self.proof(hello, challenge, secret)))
+        kind, answer = self.receive()
+        if kind != ANSWER:
+            return kind
+        self.send(frame(CONFIRM, self.confirmation(hello, challenge, answer)))
         return self.receive()[0]
+
+    def confirmation(self, hello: bytes, challenge: bytes, answer: bytes) -> bytes:
+        """Return the body of the fifth frame."""
+        (size,) = struct.unpack_from("<I", answer)
+        return self.mac(b"confirm", text(text(hello) + challenge) + answer[: 4 + size])
 
 
 class Bomb:

@@ -54,14 +54,15 @@ def test_advertised_address(routes: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
+@pytest.mark.openssl
 def test_worker_that_listens_everywhere_is_called(wildcard: str) -> None:
-    options = Options(bind=wildcard, transports=("tcp",), secret="s")
+    options = Options(bind=wildcard, transports=("tcp",), secret="secret of the group")
     store = dist.HashStore()
     first = Worker("a", store=store, options=options)
     second = Worker("b", store=store, options=options)
     for worker in (first, second):
         (address,) = worker._worker.member.addresses
-        assert address.startswith(("tcp:127.0.0.1:", "tcp:[::1]:"))
+        assert address.startswith(("tls:127.0.0.1:", "tls:[::1]:"))
     assert first.rpc_sync("b", abs, (-1,)) == 1
     second.shutdown()
     first.shutdown()

@@ -34,6 +34,9 @@ def options(where: str, **more: Any) -> Options:
     return Options(init_method=where, rpc_timeout=TIMEOUT, member_lease=LEASE, local_heartbeat=LEASE / 4, **more)
 
 
+pytestmark = pytest.mark.openssl  # its groups have secrets
+
+
 def join(name: str, where: str, secret: str | None = None) -> float:
     """Join a dynamic group and return the duration."""
     begun = time.monotonic()

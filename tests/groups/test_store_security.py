@@ -20,7 +20,7 @@ from telegrad.group.records import Group, Member, member_of, record_of, sealed, 
 from telegrad.rpc import Options, Worker
 from telegrad.testing import cluster, run_all
 
-GIVEN = Options(secret="correct horse", rpc_timeout=30)
+GIVEN = Options(secret="correct horse battery staple", rpc_timeout=30)
 LONG = timedelta(seconds=30)
 
 
@@ -153,6 +153,7 @@ def test_random_secret_is_removed_once_all_have_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.openssl
 def test_secret_that_was_given_never_enters_the_store(tmp_path: Path, dynamic: bool) -> None:
     path = tmp_path / "meeting"
     with cluster(2, GIVEN, store=dist.FileStore(str(path), -1), dynamic=dynamic) as group:  # type: ignore[attr-defined]
@@ -211,6 +212,7 @@ def test_secret_where_others_have_none() -> None:
         member_of(through_store(record_of(ME, GROUP)), Group("token", b"random", True))
 
 
+@pytest.mark.openssl
 def test_forged_entry_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """A newcomer does not join a group whose log was forged; members ignore the entry."""
     store: Any = dist.HashStore()  # type: ignore[attr-defined]

@@ -422,10 +422,10 @@ class InprocListener final : public Listener {
 
 class InprocTransport final : public Transport {
  public:
-  std::unique_ptr<Listener> listen(const std::string& address) override {
+  std::unique_ptr<Listener> listen(const std::string& address, const LinkSecurityPtr&) override {
     return std::make_unique<InprocListener>(address);
   }
-  std::unique_ptr<Link> connect(const std::string& address) override {
+  std::unique_ptr<Link> connect(const std::string& address, const LinkSecurityPtr&) override {
     std::lock_guard lock(names().mutex);
     auto found = names().listeners.find(address);
     if (found == names().listeners.end()) {

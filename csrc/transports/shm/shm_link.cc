@@ -422,7 +422,7 @@ ReceiveState ShmLink::receive(Inbox& inbox, std::size_t budget) {
         }
       }
       if (mapped && in_.broken()) fail("the other end has corrupted the memory of the link");
-      if (ended_) fail(reader_.at_rest() ? "" : "the stream ended in the middle of a frame");
+      if (ended_) fail(reader_.end());
       if (broken_) return ReceiveState::kBroken;
       if (busy_polled_ && got > 0) return idle();
       receive_packets();

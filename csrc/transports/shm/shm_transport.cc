@@ -19,10 +19,10 @@ std::unique_ptr<Link> accepted(UniqueFd socket, const std::string& address) {
 
 class ShmTransport final : public Transport {
  public:
-  std::unique_ptr<Listener> listen(const std::string& address) override {
+  std::unique_ptr<Listener> listen(const std::string& address, const LinkSecurityPtr&) override {
     return std::make_unique<SocketListener>(listen_unix(SOCK_SEQPACKET, address), address, accepted);
   }
-  std::unique_ptr<Link> connect(const std::string& address) override {
+  std::unique_ptr<Link> connect(const std::string& address, const LinkSecurityPtr&) override {
     return ShmLink::connect(connect_unix(SOCK_SEQPACKET, address), address);
   }
 };

@@ -1,6 +1,7 @@
 // Listening socket that makes links of accepted connections, for every transport with sockets.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -13,11 +14,11 @@ namespace telegrad {
 class SocketListener final : public Listener {
  public:
   /// Makes the link of an accepted connection.
-  using Make = std::unique_ptr<Link> (*)(UniqueFd socket, const std::string& address);
+  using Make = std::function<std::unique_ptr<Link>(UniqueFd socket, const std::string& address)>;
 
   /// `address`: the address for peers.
   SocketListener(UniqueFd socket, std::string address, Make make)
-      : socket_(std::move(socket)), address_(std::move(address)), make_(make) {}
+      : socket_(std::move(socket)), address_(std::move(address)), make_(std::move(make)) {}
 
   int fd() const override { return socket_.get(); }
   std::string address() const override { return address_; }

@@ -17,8 +17,6 @@ constexpr std::uint64_t kSendTurn = 4 << 20;  // bytes of a message sent before 
 constexpr std::uint64_t kLargeFrame = 1 << 20;
 constexpr int kMaxIovecs = 64;  // iovecs per sendmsg
 
-std::string reason(int error) { return std::generic_category().message(error); }
-
 /// A stream shares no memory, so the frame contains the whole message.
 void clear_leases(Outgoing& m) {
   for (OutSegment& s : m.segments) s.lease = 0;
@@ -26,14 +24,20 @@ void clear_leases(Outgoing& m) {
 
 }  // namespace
 
-StreamLink::StreamLink(UniqueFd socket, std::string description, bool connecting, const SocketKind& kind)
-    : socket_(std::move(socket)),
+StreamLink::StreamLink(std::unique_ptr<ByteStream> stream, std::string description, bool connecting,
+                       const SocketKind& kind)
+    : stream_(std::move(stream)),
       description_(std::move(description)),
       kind_(kind),
       connecting_(connecting),
       buffer_(new std::byte[kBuffer]) {}
 
 StreamLink::~StreamLink() = default;
+
+std::string StreamLink::reason(int error) const {
+  const std::string why = error == EPROTO ? stream_->error() : std::string();
+  return why.empty() ? std::generic_category().message(error) : why;
+}
 
 void StreamLink::fail(std::string why) {
   std::lock_guard lock(error_mutex_);
@@ -66,9 +70,9 @@ void StreamLink::set_segment_source(SegmentSource* source) {
   has_segment_source_ = source != nullptr;
 }
 
-void StreamLink::stop_sending() { ::shutdown(socket_.get(), SHUT_WR); }
+void StreamLink::stop_sending() { ::shutdown(fd(), SHUT_WR); }
 
-void StreamLink::close() { ::shutdown(socket_.get(), SHUT_RDWR); }
+void StreamLink::close() { ::shutdown(fd(), SHUT_RDWR); }
 
 /// Returns true once connected. The kernel reports an error only once, so the lock prevents that the other thread sees
 /// the failure before this one has recorded the reason.
@@ -77,13 +81,13 @@ bool StreamLink::finish_connecting() {
   if (broken_) return false;
   sockaddr_storage peer;
   socklen_t size = sizeof peer;
-  if (getpeername(socket_.get(), reinterpret_cast<sockaddr*>(&peer), &size) == 0) {
+  if (getpeername(fd(), reinterpret_cast<sockaddr*>(&peer), &size) == 0) {
     connecting_ = false;
     return true;
   }
   int error = 0;
   size = sizeof error;
-  getsockopt(socket_.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+  getsockopt(fd(), SOL_SOCKET, SO_ERROR, &error, &size);
   if (error != 0) fail_locked("cannot connect: " + reason(error));
   return false;
 }
@@ -101,8 +105,9 @@ SendState StreamLink::send(Outgoing& m) {
       fill_header(m.header, m);
       std::byte flat[kFlatFrame];
       const std::size_t whole = flatten(m, m.header, flat);
-      const ssize_t n = ::send(socket_.get(), flat, whole, MSG_DONTWAIT | MSG_NOSIGNAL);
-      if (n == static_cast<ssize_t>(whole)) return SendState::kSent;
+      const iovec part{flat, whole};
+      const ssize_t n = stream_->write(&part, 1);
+      if (n == static_cast<ssize_t>(whole) && !stream_->holds_output()) return SendState::kSent;
       if (n > 0) m.sent = static_cast<std::uint64_t>(n);  // the loop below continues, or finds the error
     }
     start_frame(m);
@@ -114,10 +119,7 @@ SendState StreamLink::send(Outgoing& m) {
   while (m.sent < m.total) {
     if (m.sent >= turn) return SendState::kBlocked;
     iovec parts[kMaxIovecs];
-    msghdr message{};
-    message.msg_iov = parts;
-    message.msg_iovlen = static_cast<std::size_t>(fill_iovecs(m, parts, kMaxIovecs, turn - m.sent));
-    const ssize_t n = ::sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    const ssize_t n = stream_->write(parts, fill_iovecs(m, parts, kMaxIovecs, turn - m.sent));
     if (n >= 0) {
       m.sent += static_cast<std::uint64_t>(n);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
@@ -126,15 +128,25 @@ SendState StreamLink::send(Outgoing& m) {
       return fail_to_send(errno);
     }
   }
-  return SendState::kSent;
+  return flush_stream();
 }
 
 bool StreamLink::buffer(const Outgoing& m) { return !broken_ && !send_broken_ && !connecting_ && buffered_.append(m); }
 
+/// Sends what the stream holds.
+SendState StreamLink::flush_stream() {
+  while (stream_->flush() != 0) {
+    if (errno == EAGAIN || errno == EWOULDBLOCK) return SendState::kBlocked;
+    if (errno != EINTR) return fail_to_send(errno);
+  }
+  return SendState::kSent;
+}
+
 SendState StreamLink::flush() {
   if (broken_ || send_broken_) return SendState::kBroken;
   while (!buffered_.empty()) {
-    const ssize_t n = ::send(socket_.get(), buffered_.data(), buffered_.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    const iovec part{const_cast<std::byte*>(buffered_.data()), buffered_.size()};
+    const ssize_t n = stream_->write(&part, 1);
     if (n >= 0) {
       buffered_.consume(static_cast<std::size_t>(n));
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
@@ -143,7 +155,11 @@ SendState StreamLink::flush() {
       return fail_to_send(errno);
     }
   }
-  return SendState::kSent;
+  return flush_stream();
+}
+
+ReceiveState StreamLink::nothing_to_read() {
+  return stream_->may_write_now() ? ReceiveState::kToSend : ReceiveState::kIdle;
 }
 
 ReceiveState StreamLink::receive(Inbox& inbox, std::size_t budget) {
@@ -151,15 +167,15 @@ ReceiveState StreamLink::receive(Inbox& inbox, std::size_t budget) {
   std::size_t got = 0;
   try {
     while (true) {
-      if (got >= budget && got > 0) return ReceiveState::kMore;
+      const bool spent = got >= budget && got > 0;
+      if (spent && !stream_->holds_input()) return ReceiveState::kMore;
       std::byte* direct = nullptr;
       const std::size_t missing = reader_.direct_target(&direct);
       iovec parts[2];
       int count = 0;
-      if (missing > 0) parts[count++] = {direct, std::min(missing, std::max(budget - got, kBuffer))};
+      if (missing > 0) parts[count++] = {direct, std::min(missing, spent ? kBuffer : std::max(budget - got, kBuffer))};
       if (missing == 0 || parts[0].iov_len == missing) parts[count++] = {buffer_.get(), kBuffer};
-      const ssize_t n = count == 1 ? ::recv(socket_.get(), parts[0].iov_base, parts[0].iov_len, MSG_DONTWAIT)
-                                   : ::readv(socket_.get(), parts, count);
+      const ssize_t n = stream_->read(parts, count, !spent);
       if (n > 0) {
         const std::size_t size = static_cast<std::size_t>(n);
         received_.store(received_.load(std::memory_order_relaxed) + size, std::memory_order_relaxed);
@@ -171,15 +187,16 @@ ReceiveState StreamLink::receive(Inbox& inbox, std::size_t budget) {
           return ReceiveState::kBroken;
         }
         const std::size_t asked = count == 2 ? parts[0].iov_len + parts[1].iov_len : parts[0].iov_len;
-        if (size < asked) return ReceiveState::kIdle;  // drained: avoid a system call that would only confirm it
+        // Drained: avoid a system call that would only confirm it.
+        if (size < asked && !spent && !stream_->holds_input()) return nothing_to_read();
       } else if (n == 0 && connecting_ && !finish_connecting()) {
         fail("");  // closed before it was connected; keeps an earlier reason
         return ReceiveState::kBroken;
       } else if (n == 0) {
-        fail(reader_.at_rest() ? "" : "the stream ended in the middle of a frame");
+        fail(reader_.end());
         return ReceiveState::kBroken;
       } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-        return ReceiveState::kIdle;
+        return spent ? ReceiveState::kMore : nothing_to_read();
       } else if (errno == ENOTCONN && connecting_) {
         return ReceiveState::kIdle;
       } else if (errno != EINTR) {

@@ -1,11 +1,11 @@
-// A link over any connected byte-stream socket. Unix and TCP differ only in how the socket is made.
+// A link over any connected byte stream. Unix, TCP and TLS differ only in how the stream is made.
 #pragma once
 
 #include <atomic>
 #include <string>
 
-#include "base/unique_fd.h"
 #include "transports/frames.h"
+#include "transports/stream/byte_stream.h"
 
 namespace telegrad {
 
@@ -20,10 +20,11 @@ struct SocketKind {
 class StreamLink final : public Link {
  public:
   /// `connecting`: the socket's connect() is still in progress.
-  StreamLink(UniqueFd socket, std::string description, bool connecting, const SocketKind& kind);
+  StreamLink(std::unique_ptr<ByteStream> stream, std::string description, bool connecting, const SocketKind& kind);
   ~StreamLink() override;
 
-  int fd() const override { return socket_.get(); }
+  int fd() const override { return stream_->fd(); }
+  bool waits_for_fd() const override { return !stream_->waits_for_input(); }
   SendState send(Outgoing& message) override;
   bool buffer(const Outgoing& message) override;
   SendState flush() override;
@@ -38,22 +39,26 @@ class StreamLink final : public Link {
   void close() override;
   std::string error() const override;
   PeerCredentials peer_credentials(CredentialLookup& lookup) const override {
-    return kind_.peer_credentials(socket_.get(), lookup);
+    return kind_.peer_credentials(fd(), lookup);
   }
   std::uint64_t received_bytes() const override { return received_.load(std::memory_order_relaxed); }
   void set_silence_limit(Nanos limit) override {
-    if (kind_.set_silence_limit) kind_.set_silence_limit(socket_.get(), limit);
+    if (kind_.set_silence_limit) kind_.set_silence_limit(fd(), limit);
   }
-  std::string source() const override { return kind_.source ? kind_.source(socket_.get()) : std::string(); }
+  std::string source() const override { return kind_.source ? kind_.source(fd()) : std::string(); }
   std::string describe() const override { return description_; }
+  bool is_certified_for(std::string_view name) const override { return stream_->is_certified_for(name); }
 
  private:
   bool finish_connecting();
   void fail(std::string why);
   void fail_locked(std::string why);
   SendState fail_to_send(int error);
+  std::string reason(int error) const;
+  SendState flush_stream();
+  ReceiveState nothing_to_read();
 
-  UniqueFd socket_;
+  const std::unique_ptr<ByteStream> stream_;
   const std::string description_;
   const SocketKind& kind_;
   std::atomic<bool> connecting_;

@@ -37,9 +37,9 @@ void LaneSpeeds::record(bool used_lanes, std::uint64_t bytes, Nanos time) {
   rate = rate == 0 ? latest : rate + kWeight * (latest - rate);
 }
 
-LanedLink::LanedLink(UniqueFd socket, std::string description, bool connecting, const SocketKind& kind,
-                     Striping striping)
-    : striping_(striping), first_(std::move(socket), std::move(description), connecting, kind) {
+LanedLink::LanedLink(std::unique_ptr<ByteStream> stream, std::string description, bool connecting,
+                     const SocketKind& kind, Striping striping)
+    : striping_(striping), first_(std::move(stream), std::move(description), connecting, kind) {
   first_.set_segment_source(&reassembler_);
 }
 
@@ -260,11 +260,12 @@ class LanedLink::LaneInbox final : public Inbox {
 ReceiveState LanedLink::receive(Inbox& inbox, std::size_t budget) {
   if (broken_) return ReceiveState::kBroken;
   reassembler_.deliver(inbox);
-  bool more = false;
+  bool more = false, to_send = false;
   if (!ended_) {
     LaneInbox lane_inbox(*this, inbox);
     const ReceiveState state = first_.receive(lane_inbox, budget);
     more = state == ReceiveState::kMore;
+    to_send = state == ReceiveState::kToSend;
     if (state == ReceiveState::kBroken) {
       ended_ = true;
       drain_until_ = now() + kDrainTimeout;
@@ -273,7 +274,7 @@ ReceiveState LanedLink::receive(Inbox& inbox, std::size_t budget) {
     }
   }
   if (open_ > 0 && (reassembler_.waits() || lanes_due_ || ended_)) more = read_lanes(inbox, budget) || more;
-  return receive_state(more);
+  return receive_state(more, to_send);
 }
 
 /// Reads a lane. Returns true if it has more data.
@@ -315,7 +316,7 @@ void LanedLink::lane_ended(std::size_t index, const std::string& why) {
   first_.stop_sending();
 }
 
-ReceiveState LanedLink::receive_state(bool more) {
+ReceiveState LanedLink::receive_state(bool more, bool to_send) {
   if (ended_ && !broken_) {
     const std::size_t n = open_;
     const bool lanes_ended = std::all_of(lanes_.begin(), lanes_.begin() + static_cast<std::ptrdiff_t>(n),
@@ -327,6 +328,7 @@ ReceiveState LanedLink::receive_state(bool more) {
     }
   }
   if (broken_) return ReceiveState::kBroken;
+  if (to_send) return ReceiveState::kToSend;
   return more ? ReceiveState::kMore : ReceiveState::kIdle;
 }
 

@@ -54,7 +54,8 @@ class LaneSpeeds {
 
 class LanedLink final : public Link {
  public:
-  LanedLink(UniqueFd socket, std::string description, bool connecting, const SocketKind& kind, Striping striping = {});
+  LanedLink(std::unique_ptr<ByteStream> stream, std::string description, bool connecting, const SocketKind& kind,
+            Striping striping = {});
   ~LanedLink() override;
 
   int fd() const override { return first_.fd(); }
@@ -67,7 +68,7 @@ class LanedLink final : public Link {
   std::size_t lanes() const override { return open_.load(std::memory_order_acquire); }
   int lanes_fd() const override { return epoll_.get(); }
   void poll_lanes() override { lanes_due_ = true; }
-  bool waits_for_fd() const override { return waits_for_first_; }
+  bool waits_for_fd() const override { return waits_for_first_ && first_.waits_for_fd(); }
   std::vector<int> descriptors() const override;
   void set_limits(const Limits& limits) override;
   void close() override;
@@ -77,6 +78,7 @@ class LanedLink final : public Link {
   void set_silence_limit(Nanos limit) override { first_.set_silence_limit(limit); }
   std::string source() const override { return first_.source(); }
   std::string describe() const override { return first_.describe(); }
+  bool is_certified_for(std::string_view name) const override { return first_.is_certified_for(name); }
 
  private:
   static constexpr std::size_t kMaxLanes = 15;  // lanes in addition to the first connection
@@ -106,7 +108,7 @@ class LanedLink final : public Link {
 
   bool read_lanes(Inbox& inbox, std::size_t budget);
   void lane_ended(std::size_t lane, const std::string& why);
-  ReceiveState receive_state(bool more);
+  ReceiveState receive_state(bool more, bool to_send);
   void fail(std::string why);
 
   const Striping striping_;

@@ -1,4 +1,6 @@
-// Stream links over TCP: tcp:host:port, tcp:[v6]:port; with port 0 the system selects one.
+// Stream links over TCP: tcp:host:port, tcp:[v6]:port; with port 0 the system selects one. Encrypted: tls:host:port.
+//
+// An engine with LinkSecurity uses only the latter, one without only the former: neither end can be made to use less.
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -14,6 +16,7 @@
 #include "transports/stream/socket_listener.h"
 #include "transports/tcp/congestion.h"
 #include "transports/tcp/laned_link.h"
+#include "transports/tls/security.h"
 #include "transports/transports.h"
 
 namespace telegrad {
@@ -60,9 +63,21 @@ constexpr SocketKind kTcpSocket{.peer_credentials = peer_credentials,
                                 .before_large = [](int fd) { select_congestion_control(fd); },
                                 .set_silence_limit = set_silence_limit};
 
-std::unique_ptr<Link> accepted(UniqueFd socket, const std::string& address) {
+std::unique_ptr<Link> link_over(UniqueFd socket, const std::string& address, bool initiator, bool connecting,
+                                const LinkSecurityPtr& security) {
   set_no_delay(socket.get());
-  return std::make_unique<LanedLink>(std::move(socket), address, false, kTcpSocket);
+  auto stream = security ? make_tls_stream(std::move(socket), security, initiator)
+                         : std::make_unique<ByteStream>(std::move(socket));
+  return std::make_unique<LanedLink>(std::move(stream), address, connecting, kTcpSocket);
+}
+
+/// Throws if the address is encrypted and the engine's connections are not, or the reverse.
+void check_security(const std::string& address, const LinkSecurityPtr& security) {
+  if (address.starts_with("tls:") == (security != nullptr)) return;
+  const std::string with = "is encrypted, but this worker does not encrypt";
+  const std::string without = "is not encrypted, but this worker encrypts";
+  raise(EPROTONOSUPPORT, address + " " + (security ? without : with) +
+                             ": give all workers the same secret or certificates, and the same option encryption");
 }
 
 struct Resolved {
@@ -74,7 +89,8 @@ struct Resolved {
 
 class TcpTransport final : public Transport {
  public:
-  std::unique_ptr<Listener> listen(const std::string& address) override {
+  std::unique_ptr<Listener> listen(const std::string& address, const LinkSecurityPtr& security) override {
+    check_security(address, security);
     Resolved r = resolve(address, AI_PASSIVE);
     int error = EADDRNOTAVAIL;
     for (addrinfo* a = r.list; a; a = a->ai_next) {
@@ -83,23 +99,26 @@ class TcpTransport final : public Transport {
       setsockopt(s.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
       disable_pacing(s.get());
       if (::bind(s.get(), a->ai_addr, a->ai_addrlen) == 0 && ::listen(s.get(), kListenBacklog) == 0) {
-        std::string bound = "tcp:" + local_name(s.get());
-        return std::make_unique<SocketListener>(std::move(s), std::move(bound), accepted);
+        std::string bound = address.substr(0, address.find(':') + 1) + local_name(s.get());
+        return std::make_unique<SocketListener>(std::move(s), std::move(bound),
+                                                [security](UniqueFd socket, const std::string& at) {
+                                                  return link_over(std::move(socket), at, false, false, security);
+                                                });
       }
       error = errno;
     }
     raise(error, "cannot listen on " + address);
   }
 
-  std::unique_ptr<Link> connect(const std::string& address) override {
+  std::unique_ptr<Link> connect(const std::string& address, const LinkSecurityPtr& security) override {
+    check_security(address, security);
     // Only numeric addresses are published, so this never waits for DNS.
     Resolved r = resolve(address, AI_NUMERICHOST);
     UniqueFd s = make_socket(r.list->ai_family, SOCK_STREAM, address);
-    set_no_delay(s.get());
     disable_pacing(s.get());
     const bool at_once = ::connect(s.get(), r.list->ai_addr, r.list->ai_addrlen) == 0;
     if (!at_once && errno != EINPROGRESS) raise(errno, "cannot reach " + address);
-    return std::make_unique<LanedLink>(std::move(s), address, !at_once, kTcpSocket);
+    return link_over(std::move(s), address, true, !at_once, security);
   }
 
  private:

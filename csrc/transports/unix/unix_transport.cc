@@ -17,16 +17,16 @@ constexpr SocketKind kUnixSocket{.peer_credentials = [](int fd, CredentialLookup
 
 std::unique_ptr<Link> link_over(UniqueFd socket, const std::string& address) {
   tune(socket.get());
-  return std::make_unique<StreamLink>(std::move(socket), address, false, kUnixSocket);
+  return std::make_unique<StreamLink>(std::make_unique<ByteStream>(std::move(socket)), address, false, kUnixSocket);
 }
 
 class UnixTransport final : public Transport {
  public:
-  std::unique_ptr<Listener> listen(const std::string& address) override {
+  std::unique_ptr<Listener> listen(const std::string& address, const LinkSecurityPtr&) override {
     return std::make_unique<SocketListener>(listen_unix(SOCK_STREAM, address), address, link_over);
   }
 
-  std::unique_ptr<Link> connect(const std::string& address) override {
+  std::unique_ptr<Link> connect(const std::string& address, const LinkSecurityPtr&) override {
     return link_over(connect_unix(SOCK_STREAM, address), address);
   }
 };

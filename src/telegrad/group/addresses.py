@@ -10,10 +10,11 @@ from urllib.parse import urlparse
 
 from telegrad.options import Options
 
-__all__ = ["candidates", "host_key", "is_loopback", "listen_addresses", "store_host"]
+__all__ = ["candidates", "host_key", "is_loopback", "listen_addresses", "store_host", "transport_of"]
 
 _SIOCGIFADDR = 0x8915
 _SAME_HOST = ("shm", "unix")  # transports with names of Unix sockets as addresses
+_SCHEMES = {"tcp": ("tls", "tcp")}  # of the addresses of a transport, if there are several
 
 
 def host_key() -> str:
@@ -74,7 +75,7 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def listen_addresses(options: Options, store_at: str, name: str) -> tuple[list[str], str]:
+def listen_addresses(options: Options, store_at: str, name: str, encrypted: bool = False) -> tuple[list[str], str]:
     """Return the addresses to listen on, and their host."""
     host = options.bind or None
     if host is None and os.environ.get("TP_SOCKET_IFNAME"):
@@ -86,7 +87,7 @@ def listen_addresses(options: Options, store_at: str, name: str) -> tuple[list[s
         if transport in _SAME_HOST:
             addresses.append(f"{transport}:@telegrad-{secrets.token_hex(8)}-{name}"[:100])
         elif transport == "tcp":
-            addresses.append(f"tcp:{_bracketed(host)}:0")
+            addresses.append(f"{'tls' if encrypted else 'tcp'}:{_bracketed(host)}:0")
     return addresses, host
 
 
@@ -104,11 +105,11 @@ def advertised(bound: list[str], options: Options, store_at: str) -> list[str]:
     addresses = []
     for address in bound:
         scheme, _, rest = address.partition(":")
-        if scheme != "tcp":
+        if scheme not in _SCHEMES["tcp"]:
             addresses.append(address)
             continue
         host, _, port = rest.rpartition(":")
-        addresses.append(f"tcp:{_bracketed(host_to_publish or _without_wildcard(host, store_at))}:{port}")
+        addresses.append(f"{scheme}:{_bracketed(host_to_publish or _without_wildcard(host, store_at))}:{port}")
     return addresses
 
 
@@ -122,7 +123,13 @@ def _without_wildcard(host: str, store_at: str) -> str:
     return _own_address(store_at, socket.AF_INET if own.version == 4 else socket.AF_UNSPEC)
 
 
+def transport_of(scheme: str) -> str:
+    """Return the transport of an address with this scheme."""
+    return next((name for name, schemes in _SCHEMES.items() if scheme in schemes), scheme)
+
+
 def candidates(addresses: list[str], same_host: bool, transports: tuple[str, ...]) -> list[str]:
     """Return the addresses of another worker to try, best first."""
-    usable = [f"{name}:" for name in transports if same_host or name not in _SAME_HOST]
+    names = [name for name in transports if same_host or name not in _SAME_HOST]
+    usable = [f"{scheme}:" for name in names for scheme in _SCHEMES.get(name, (name,))]
     return [address for scheme in usable for address in addresses if address.startswith(scheme)]

@@ -17,6 +17,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from telegrad.errors import TelegradError
 from telegrad.group.records import Group, Member, member_of, record_of, seat_of
+from telegrad.group.secret import key_of
 from telegrad.group.store_waits import Store, StoreGone, base_of, place_of, wait_for_keys, within
 from telegrad.protocols.membership import GroupView
 from telegrad.waits import Wait
@@ -73,7 +74,7 @@ def agree(store: Store, secret: bytes | None, static: bool, world_size: int) -> 
             f" world_size={agreed.world_size}. Start all workers with the same world_size."
         )
     if secret is not None:
-        return Group(agreed.token, secret, False)
+        return Group(agreed.token, key_of(secret, agreed.token), False)
     # If the first member was given a secret, members without one cannot connect to it.
     return Group(agreed.token, bytes.fromhex(agreed.key or mine.key), True)
 

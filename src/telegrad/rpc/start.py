@@ -10,6 +10,7 @@ from telegrad.group.attempts import Attempts
 from telegrad.group.group_store import group_store_of
 from telegrad.group.joining import join_at
 from telegrad.group.log import GroupLog
+from telegrad.group.secret import given_secret
 from telegrad.group.store_parts import Part, prefix_of
 from telegrad.group.store_waits import Store
 from telegrad.options import Options, RpcBackendOptions, as_options
@@ -163,7 +164,7 @@ def join(
     WorkerInfo(name, max(rank, 0))  # checks the name first
     timeout = stores.rendezvous_timeout(options)
     if not static:
-        group = rendezvous.agree(store, options.group_secret(), False, 0)
+        group = rendezvous.agree(store, given_secret(options), False, 0)
         device_maps.check({name: mine}, False)
         store_at = addresses.store_host(options.init_method, store)
         worker = membership.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
@@ -190,7 +191,7 @@ def _join_static(
     """Join the latest attempt of a static group."""
     store = attempts.part()
     try:
-        group = rendezvous.agree(store, options.group_secret(), True, world_size)
+        group = rendezvous.agree(store, given_secret(options), True, world_size)
     except RuntimeError as e:
         rendezvous.mark_failed(store, rank, str(e))
         raise

@@ -6,7 +6,7 @@ Each worker logs one line per event through the logger `telegrad`, at INFO, and 
 import logging
 from typing import Protocol
 
-from telegrad.group.addresses import candidates
+from telegrad.group.addresses import candidates, transport_of
 from telegrad.group.records import Member
 from telegrad.options import Options
 from telegrad.types import WorkerInfo
@@ -41,7 +41,7 @@ def joined(worker: Joined) -> None:
         return
     others = len(worker.members.ids())
     group = f"of {others + 1}" if worker.static else f"of a dynamic group with {others} others"
-    at = ", ".join(a if a.startswith("tcp:") else a.partition(":")[0] for a in worker.member.addresses)
+    at = ", ".join(a if a.startswith(("tcp:", "tls:")) else a.partition(":")[0] for a in worker.member.addresses)
     logger.info("worker %s joined as rank %d %s; it listens on %s", worker.info.name, worker.info.id, group, at)
 
 
@@ -56,11 +56,12 @@ def connected(worker: Joined, peer: int, text: str) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     name, direction, address = text.split(" ", 2)
-    transport, _, place = address.partition(":")
+    scheme, _, place = address.partition(":")
+    transport = transport_of(scheme)
     where = f", {direction} {place}" if transport == "tcp" and place else ""
     why = why_not_faster(worker, peer, name, transport)
     because = f" ({why})" if why else ""
-    logger.info("worker %s is connected to %s over %s%s%s", worker.info.name, name, transport, where, because)
+    logger.info("worker %s is connected to %s over %s%s%s", worker.info.name, name, scheme, where, because)
 
 
 def why_not_faster(worker: Joined, peer: int, name: str, transport: str) -> str:

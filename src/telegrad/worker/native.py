@@ -20,7 +20,7 @@ from telegrad.worker.scope import Scope, autocast_is_on, caller_flags, clean_sta
 from telegrad.worker.serving.event_loop import check_blocking
 from telegrad.worker.serving.request_info import RequestInfo
 
-__all__ = ["ENVIRONMENT", "NOT_ENCODABLE", "OtherReply", "make_engine", "make_server"]
+__all__ = ["ENVIRONMENT", "NOT_ENCODABLE", "OtherReply", "is_encrypted", "make_engine", "make_server"]
 
 NOT_ENCODABLE: int = _core.Client.NOT_ENCODABLE  # returned by `Client.send_gradients`
 OtherReply: type[_core.OtherReply] = _core.OtherReply
@@ -57,8 +57,17 @@ class Environment(NamedTuple):
 ENVIRONMENT = Environment()
 
 
+def is_encrypted(group: Group, options: Options) -> bool:
+    """Return whether the TCP connections of a worker are encrypted."""
+    return options.encryption == "auto" and bool(options.tls_cert or not group.shared_secret)
+
+
 def make_engine(info: WorkerInfo, incarnation: int, group: Group, options: Options) -> _core.Engine:
-    """Create an engine without listeners and without peers."""
+    """Create an engine without listeners and without peers.
+
+    Raises:
+        RuntimeError: A certificate cannot be used, or the group has a secret and the core is built without OpenSSL.
+    """
     return _core.Engine(
         id=info.id,
         name=info.name,
@@ -78,6 +87,11 @@ def make_engine(info: WorkerInfo, incarnation: int, group: Group, options: Optio
         shared_memory=options.shared_memory_bytes,
         lanes=options.tcp_lanes,
         check_uid=True,
+        secret_given=not group.shared_secret,
+        encrypted=is_encrypted(group, options),
+        certificate=options.tls_cert or "",
+        private_key=options.tls_key or "",
+        authority=options.tls_ca or "",
     )
 
 

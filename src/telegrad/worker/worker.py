@@ -37,7 +37,7 @@ from telegrad.worker.diagnostics.watchdog import Watchdog
 from telegrad.worker.member_changes import MemberChanges
 from telegrad.worker.members import Members
 from telegrad.worker.membership_service import MembershipService
-from telegrad.worker.native import ENVIRONMENT, make_engine, make_server
+from telegrad.worker.native import ENVIRONMENT, is_encrypted, make_engine, make_server
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import Scope, current
 from telegrad.worker.serving.dispatch import Dispatcher
@@ -101,7 +101,7 @@ class Worker(MemberChanges):
         self._close_done = threading.Event()  # set once closed and all waits for threads have ended
         self.shutdown_lock: threading.Lock = threading.Lock()  # held during a graceful shutdown
 
-        listen, host = addresses.listen_addresses(options, store_at, info.name)
+        listen, host = addresses.listen_addresses(options, store_at, info.name, is_encrypted(group, options))
         if group.shared_secret and not addresses.is_loopback(host):
             logger.warning(
                 "worker %s listens on %s, and its group has no given secret: any process at the store may call"
