@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from telegrad import _core
+from telegrad.group.addresses import transport_of
 from telegrad.serialize.function_names import readable
 from telegrad.worker import lifecycle_log
 from telegrad.worker.calls.callables import full_name_of
@@ -153,12 +154,12 @@ def _peers(worker: Any, core: _core.Snapshot | None) -> list[PeerInfo]:
             )
         connection = None if session is None else connections.get(session.connection)
         if connection is not None:
-            transport = connection.address.partition(":")[0]
-            why = lifecycle_log.why_not_faster(worker, number, name, transport)
+            scheme = connection.address.partition(":")[0]
+            why = lifecycle_log.why_not_faster(worker, number, name, transport_of(scheme))
             info = dataclasses.replace(
                 info,
                 state="connected",
-                transport=transport,
+                transport=scheme,
                 connection=_where(connection),
                 why=why or "the first of the option transports that both offer",
             )
