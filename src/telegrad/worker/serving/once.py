@@ -58,13 +58,13 @@ class _Run:
     __slots__ = ("cancel", "canceled", "deadline", "expires", "function", "future", "nbytes", "request", "window")
 
     def __init__(self, function: str, request: RequestKey, window: float, deadline: float) -> None:
-        self.function = function
-        self.request = request
-        self.window = window
-        self.deadline = deadline
-        self.expires = math.inf  # until the function has ended
-        self.nbytes = 0  # of its result; 0: it runs, or its result was dropped
-        self.canceled = False
+        self.function: str = function
+        self.request: RequestKey = request
+        self.window: float = window
+        self.deadline: float = deadline
+        self.expires: float = math.inf  # until the function has ended
+        self.nbytes: int = 0  # of its result; 0: it runs, or its result was dropped
+        self.canceled: bool = False
         self.cancel: Callable[[], object] | None = None  # cancels its coroutine; any thread may call it
         self.future: CallFuture[Any] | None = _new_future()  # None: its result was dropped
 
