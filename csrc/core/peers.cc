@@ -169,7 +169,7 @@ void Peers::connect(Lock& lock, Peer& peer) {
     }
   }
   if (peer.may_recover) {
-    peer.connecting = !peer.pending.empty();
+    peer.connecting = !peer.pending.empty() || peer.announced;
     if (!peer.connecting) return;
     peer.may_recover = false;
     peer.next_address = 0;
@@ -189,7 +189,8 @@ void Peers::unreachable(Peer& peer, const std::string& why, Released& released) 
   peer.retry_at = kNever;
   auto pending = std::exchange(peer.pending, {});
   for (auto& w : pending) fail_pending(std::move(w), why, released);
-  if (!pending.empty() && !peer.connection && !peer.removed && !parts_.is_stopping()) {
+  const bool announced = std::exchange(peer.announced, false);
+  if ((announced || !pending.empty()) && !peer.connection && !peer.removed && !parts_.is_stopping()) {
     peer.was_lost = true;
     push_session_event(EventKind::kPeerLost, peer, peer.identity, why);
   }

@@ -45,6 +45,7 @@ struct Peer {
   Nanos retry_at = kNever;
   bool removed = false;
   bool was_lost = false;
+  bool announced = false;  // kPeerBack has been queued, but the session has not begun: it begins, or the peer is lost
   std::string last_error;
   std::deque<PendingMessage> pending;  // messages that wait for a connection
 

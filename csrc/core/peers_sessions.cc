@@ -105,7 +105,10 @@ std::optional<Handshake::Step> Peers::decide(const ConnectionPtr& c, std::vector
     const std::string why = peer.removed ? id + " is no member any more" : id + " is taken by another name";
     return handshake.refuse(OfferAnswer::kForeign, why);
   }
-  if (std::exchange(peer.was_lost, false)) push_session_event(EventKind::kPeerBack, peer, remote);
+  if (std::exchange(peer.was_lost, false)) {
+    peer.announced = true;
+    push_session_event(EventKind::kPeerBack, peer, remote);
+  }
   if (peer.unacknowledged > 0) {
     peer.proven.push_back(c);
     return std::nullopt;
@@ -151,6 +154,7 @@ bool Peers::begin_session(const ConnectionPtr& c, Peer& peer) {
   peer.identity = c->handshake.peer();
   peer.removed = false;
   peer.connection = c;
+  peer.announced = false;
   peer.connecting = false;
   peer.retry_at = kNever;
   return true;
@@ -166,9 +170,10 @@ void Peers::stop_opening(Lock& lock, const ConnectionPtr& c) {
   }
 }
 
-/// Dials for the messages that wait, if no other attempt is under way.
+/// Dials for the messages that wait, or because the peer has been announced, if no other attempt is under way.
 void Peers::retry(Lock& lock, Peer& peer) {
-  if (peer.connecting && !peer.dial && peer.retry_at == kNever && !parts_.is_stopping()) connect(lock, peer);
+  const bool needed = peer.connecting || (peer.announced && !peer.removed);
+  if (needed && !peer.dial && peer.retry_at == kNever && !parts_.is_stopping()) connect(lock, peer);
 }
 
 // ---- the end

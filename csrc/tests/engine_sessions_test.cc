@@ -56,6 +56,27 @@ CASE_ON_EVERY_SCHEME(one_session_for_two_dials) {
   }
 }
 
+/// A peer that is announced as back connects, or is lost once more: whatever counts on it is not left waiting.
+CASE(a_peer_that_is_back_and_does_not_connect_is_lost_again) {
+  Worker a(0);
+  a.listen("unix");
+  Puppet p(1);
+  std::vector<EventKind> kinds;
+  Counter seen;
+  a.on_session_event = [&](const WorkItem& item) {
+    kinds.push_back(item.event);
+    if (item.event == EventKind::kPeerBack) p.link->close();
+    seen.add();
+    a.engine->acknowledge(item.peer);
+  };
+  p.connect(a.address());
+  p.link->close();
+  seen.wait_for(1);
+  p.prove(a.address());
+  seen.wait_for(3);
+  CHECK((kinds == std::vector{EventKind::kPeerLost, EventKind::kPeerBack, EventKind::kPeerLost}));
+}
+
 /// A message made before the end of a session is not sent in the next one.
 CASE(messages_of_an_ended_session_are_not_sent) {
   Worker a(0), b(1);

@@ -251,6 +251,18 @@ void Puppet::connect(const PeerAddress& peer) {
   shake(Handshake::initiate(config, peer.identity, {.number = ++dials_, .previous = {}}), true);
 }
 
+void Puppet::prove(const PeerAddress& peer) {
+  link = connect_to(peer.addresses[0]);
+  Handshake handshake = Handshake::initiate(config, peer.identity, {.number = ++dials_, .previous = {}});
+  Handshake::Step step = handshake.begin();
+  while (true) {
+    send(message(*step.send, step.body));
+    if (*step.send == FrameType::kConfirm) return;
+    const Incoming answer = receive();
+    step = advance(handshake, answer.header.type, answer.body_view());
+  }
+}
+
 void Puppet::shake(Handshake handshake, bool begins) {
   auto act = [&](const Handshake::Step& step) {
     CHECK_EQ(step.failed, "");

@@ -122,6 +122,8 @@ class Puppet {
   PeerAddress address() const;
   /// Accepts the connection of `peer` and completes the handshake.
   void accept();
+  /// Connects to a worker and completes the handshake, except that it does not wait for the welcome.
+  void prove(const PeerAddress& peer);
   /// Connects to a worker and completes the handshake.
   void connect(const PeerAddress& peer);
 
