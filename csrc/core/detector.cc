@@ -40,7 +40,7 @@ Detector::Findings Detector::on_timer(Nanos at) {
       const Silence::Verdict verdict = c->silence.check(at, life, reads);
       if (verdict == Silence::Verdict::kPing) findings.silent.push_back(c);
       if (verdict == Silence::Verdict::kRead) findings.must_read = true;
-      if (verdict == Silence::Verdict::kLost) findings.lost.push_back(c);
+      if (verdict == Silence::Verdict::kLost) findings.lost.emplace_back(c, at - c->silence.since());
     }
   }
   parts_.timer.arm(next_);
@@ -58,10 +58,10 @@ void Detector::act(const Findings& findings) {
     ping->header.type = FrameType::kPing;
     parts_.sender.transmit(c, std::move(ping));
   }
-  for (const ConnectionPtr& c : findings.lost) {
+  for (const auto& [c, silence] : findings.lost) {
     const bool remote = !c->link->source().empty();
-    parts_.peers.close_connection(c, "it gave no sign of life for " + seconds(now() - c->silence.since()) +
-                                         " (option " + (remote ? "heartbeat: " : "local_heartbeat: ") +
+    parts_.peers.close_connection(c, "it gave no sign of life for " + seconds(silence) + " (option " +
+                                         (remote ? "heartbeat: " : "local_heartbeat: ") +
                                          seconds(c->silence.interval()) +
                                          "): it is stopped or overloaded, or the network between the two has failed");
   }

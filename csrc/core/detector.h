@@ -7,6 +7,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/thread_safety.h"
@@ -25,9 +26,9 @@ class Detector {
 
   /// Actions to take while the mutex is not held.
   struct Findings {
-    std::vector<ConnectionPtr> silent;  // to be sent a ping
-    std::vector<ConnectionPtr> lost;
-    bool must_read = false;  // the links
+    std::vector<ConnectionPtr> silent;                  // to be sent a ping
+    std::vector<std::pair<ConnectionPtr, Nanos>> lost;  // and for how long they have been silent
+    bool must_read = false;                             // the links
   };
   /// Checks all connections if it is time. Arms the timer.
   Findings on_timer(Nanos at) REQUIRES(engine_mutex);

@@ -203,9 +203,15 @@ WaitEnd Leader::wait_for(WaitFor what, Waiter& w, const std::function<bool()>& d
       const bool finished = parts_.queue.has_urgent_items();
       lock.unlock();
       const bool found = poll(caller_spin_, until, !finished);
-      const bool stop = !found && interrupted && interrupted();
       lock.lock();
-      if (stop) {
+      if (!found && interrupted) {
+        leading = false;  // `interrupted` waits for the GIL, which user code may hold for long
+        resign(false);
+        if (parts_.queue.has_requests()) parts_.queue.wake_for_work();
+        lock.unlock();
+        const bool stop = interrupted();
+        lock.lock();
+        if (!stop) continue;
         end = WaitEnd::kInterrupted;
         break;
       }
@@ -224,12 +230,16 @@ WaitEnd Leader::wait_for(WaitFor what, Waiter& w, const std::function<bool()>& d
       auto me = sleeping_callers_.insert(sleeping_callers_.end(), &w);
       lock.unlock();
       w.parker.wait(until);
-      const bool stop = !w.parker.is_notified() && interrupted && interrupted();
       lock.lock();
-      sleeping_callers_.erase(me);
-      if (stop) {
-        end = WaitEnd::kInterrupted;
-        break;
+      sleeping_callers_.erase(me);  // before `interrupted`, which may wait for the GIL: it cannot lead meanwhile
+      if (interrupted && !w.parker.is_notified()) {
+        lock.unlock();
+        const bool stop = interrupted();
+        lock.lock();
+        if (stop) {
+          end = WaitEnd::kInterrupted;
+          break;
+        }
       }
       requests_read = 0;
     }

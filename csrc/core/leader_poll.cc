@@ -123,9 +123,9 @@ bool Leader::poll_memory() {
 bool Leader::poll_fds(int timeout_ms) {
   bool heard = poll_memory();
   if (!heard && timeout_ms != 0 && !arm_wakeups()) heard = poll_memory();
-  epoll_event events[64];
-  reads_.fetch_add(1, std::memory_order_relaxed);
-  const int n = epoll_wait(links_epoll_.get(), events, 64, heard ? 0 : timeout_ms);
+  constexpr int kEvents = 64;
+  epoll_event events[kEvents];
+  const int n = epoll_wait(links_epoll_.get(), events, kEvents, heard ? 0 : timeout_ms);
   for (int i = 0; i < n; ++i) {
     const std::uint64_t token = events[i].data.u64;
     if (token == kInterruptToken) {
@@ -158,6 +158,7 @@ bool Leader::poll_fds(int timeout_ms) {
       if (read_from(c)) last_active_ = c;
     }
   }
+  if (n < kEvents) reads_.fetch_add(1, std::memory_order_relaxed);
   return heard || n > 0;
 }
 
@@ -216,6 +217,7 @@ void Leader::read_for_timer() {
   }
   after_poll();
   Lock lock(parts_.mutex);
+  parts_.queue.wake_for_work();  // a thread may have parked while this one was the leader
   resign(false);
 }
 

@@ -123,6 +123,7 @@ struct Outgoing {
   std::int64_t epoch = kAnyEpoch;             // of the layer above: not sent after the end of its session
   bool immutable = false;                     // no other thread can change its bytes: see `copy_payload`
   bool fragmented = false;                    // by the link: its segments are sent as fragments, in any order
+  std::int64_t queued_weight = 0;             // what it counts against the reply window while it is queued
   std::shared_ptr<PendingSend> pending_send;  // state of a message that waits for a connection
   std::string reason;                         // the body of a message without content (kLeftOut)
 

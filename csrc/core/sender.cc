@@ -110,7 +110,8 @@ SendResult Sender::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgo
     if (auto copied_owner = copy_payload(*m)) p.copied_owner = std::move(copied_owner);
   }
   const bool first = c->queue.empty();
-  c->unsent_replies.fetch_add(reply_weight(*m), std::memory_order_relaxed);
+  m->queued_weight = reply_weight(*m);  // `copy_payload` makes the message smaller
+  c->unsent_replies.fetch_add(m->queued_weight, std::memory_order_relaxed);
   c->queue.push_back(std::move(m));
   p.ticket = ++c->queued;
   if (first) watch_writable(*c, c->link->waits_for_fd());
@@ -150,7 +151,7 @@ void Sender::flush(const ConnectionPtr& c) {
       const SendState state = c->link->send(front);
       if (state == SendState::kBlocked) waits_for_fd = c->link->waits_for_fd();
       if (state != SendState::kSent) break;  // the leader reports a broken link
-      c->unsent_replies.fetch_sub(reply_weight(front), std::memory_order_relaxed);
+      c->unsent_replies.fetch_sub(front.queued_weight, std::memory_order_relaxed);
       done.push_back(std::move(c->queue.front()));
       c->queue.pop_front();
       c->flushed.fetch_add(1, std::memory_order_release);

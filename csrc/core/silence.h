@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "base/clock.h"
 
@@ -24,12 +25,12 @@ class Silence {
   explicit Silence(Nanos interval) : interval_(interval) {}
 
   /// Returns how long a peer may be silent at most before it is lost, if checks are `pause` apart.
-  static constexpr Nanos limit(Nanos interval) { return 5 * interval / 2 + 2 * pause(interval); }
+  static constexpr Nanos limit(Nanos interval) { return 5 * interval / 2 + 3 * pause(interval); }
   /// Returns the time between two checks.
-  static constexpr Nanos pause(Nanos interval) { return interval / 8; }
+  static constexpr Nanos pause(Nanos interval) { return interval / 10; }
 
   /// Checks the peer at `at`. `life`: a count that grows with anything that arrives. `reads`: how often this end has
-  /// read its links.
+  /// read all its links to the end.
   Verdict check(Nanos at, std::uint64_t life, std::uint64_t reads) {
     if (interval_ == 0) return Verdict::kNone;
     const bool late = at - checked_ > interval_ / 2;  // this process did not run, and did not read what arrived
@@ -38,14 +39,15 @@ class Silence {
       life_ = life;
       alive_ = at;
       pings_ = 0;
+      reading_ = false;
     }
     const Nanos silent = at - alive_;
     if (pings_ < kPings && silent >= (2 * pings_ + 1) * interval_ / 2) {
       ++pings_;
-      reads_ = reads;
       return Verdict::kPing;
     }
     if (pings_ < kPings || silent < (2 * kPings + 1) * interval_ / 2) return Verdict::kNone;
+    if (!std::exchange(reading_, true)) reads_ = reads;
     return reads >= reads_ + kReads ? Verdict::kLost : Verdict::kRead;
   }
 
@@ -55,13 +57,14 @@ class Silence {
 
  private:
   static constexpr int kPings = 2;
-  static constexpr std::uint64_t kReads = 2;  // the first may have begun before the answer arrived
+  static constexpr std::uint64_t kReads = 2;  // the first may have begun before an answer arrived
 
   Nanos interval_;
   Nanos checked_ = 0;
   Nanos alive_ = 0;
   std::uint64_t life_ = 0;
-  std::uint64_t reads_ = 0;
+  std::uint64_t reads_ = 0;  // when the peer became overdue
+  bool reading_ = false;     // it is overdue: only its answer may be unread
   int pings_ = 0;
 };
 

@@ -43,7 +43,9 @@ std::optional<RequestSnapshot> Engine::find_request(std::uint64_t connection, st
 }
 
 void WorkQueue::describe(Snapshot& out) const {
-  for (const auto* queue : {&nested_, &top_}) {
+  std::vector<const std::deque<WorkItem>*> queues{&nested_, &top_};
+  for (const auto& [connection, held] : held_) queues.push_back(&held);
+  for (const auto* queue : queues) {
     for (const WorkItem& item : *queue) {
       out.requests.push_back({.connection = item.connection,
                               .call = item.message.header.call_id,

@@ -153,12 +153,12 @@ class Link {
   /// Returns how many bytes have arrived from the other end, in any part of a message. Any thread.
   virtual std::uint64_t received_bytes() const = 0;
 
-  /// Returns how many bytes of sent messages are in shared memory because the other end has not read them yet; small
+  /// Returns how many bytes of sent replies are in shared memory because the other end has not read them yet; small
   /// ones may be left out. Any thread.
   virtual std::uint64_t unread_bytes() const { return 0; }
 
-  /// Has the kernel break the link when the host of the other end has been silent for this long. Before the first
-  /// `receive`. For links between hosts.
+  /// Has the kernel break the link when the host of the other end has been silent for this long; 0: for as long as the
+  /// system says. For links between hosts.
   virtual void set_silence_limit([[maybe_unused]] Nanos limit) {}
 
   /// Returns why the link broke; "" for a plain end of stream. Valid after kBroken.

@@ -301,6 +301,7 @@ def test_a_handler_may_call_with_a_retry(clean: Cluster) -> None:
         ({"attempts": 1.5}, ValueError),
         ({"backoff": -1}, ValueError),
         ({"max_backoff": float("nan")}, ValueError),
+        ({"max_backoff": float("inf")}, ValueError),
         ({"on": ("WorkerLost",)}, TypeError),
         ({"on": KeyboardInterrupt}, TypeError),
     ],

@@ -26,7 +26,8 @@ class Clocked:
         self.runs = RememberedRuns(lambda after, run: self.timers.append((after, run)), lambda: self.now)
 
     def enter(self, key: int, caller: int = 1, window: float = 60.0, deadline: float = math.inf) -> tuple[Any, bool]:
-        return self.runs.enter((caller, key), f"f{key}", (7, key), window, deadline)
+        run, result = self.runs.enter((caller, key), f"f{key}", (7, key), window, deadline)
+        return run, result is None
 
     def done(self, key: int, value: object = None, window: float = 60.0, deadline: float = math.inf) -> None:
         run, begins = self.enter(key, 1, window, deadline)
@@ -313,3 +314,16 @@ def test_debug_info_names_the_function(tcp: Cluster) -> None:
     assert tcp[0].debug_info().calls[0].function == f"{__name__}.awaited"
     release(tcp, of)
     assert future.wait() == 1
+
+
+@pytest.mark.parametrize("value", [torch.eye(2).to_sparse(), "itself", object()], ids=["sparse", "nested", "other"])
+def test_a_value_of_unknown_size_is_remembered(value: Any) -> None:
+    clocked = Clocked()
+    if value == "itself":
+        value = []
+        value.append(value)
+    run, begins = clocked.enter(1)
+    assert begins
+    clocked.runs.complete((1, 1), run, value, None)
+    assert run.future is not None
+    assert run.future.value() is value

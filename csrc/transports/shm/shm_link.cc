@@ -176,7 +176,7 @@ SendState ShmLink::send(Outgoing& m) {
     }
     if (!publish()) return fail_to_send();
   }
-  if (!m.segments.empty()) note_unread(m);
+  if (m.header.type == FrameType::kReply && !m.segments.empty()) note_unread(m);
   return SendState::kSent;
 }
 

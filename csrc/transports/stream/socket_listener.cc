@@ -4,12 +4,17 @@
 #include <sys/socket.h>
 
 #include <cerrno>
+#include <exception>
 
 namespace telegrad {
 
 std::unique_ptr<Link> SocketListener::accept() {
   UniqueFd s(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-  if (s) return make_(std::move(s), address_);
+  try {
+    if (s) return make_(std::move(s), address_);
+  } catch (const std::exception&) {  // no memory, or none for OpenSSL: the peer sees an end of stream
+    return nullptr;
+  }
   if (errno == EMFILE || errno == ENFILE) reject_one();
   return nullptr;
 }

@@ -96,6 +96,7 @@ bool LanedLink::add_lane(std::shared_ptr<Link> lane) {
   epoll_event event{.events = EPOLLIN, .data = {.u64 = n}};
   if (!epoll_ || epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, other->fd(), &event) != 0) return false;
   other->lane_of_ = this;
+  other->first_.set_silence_limit(0);  // this end may leave a lane unread while it waits for the first connection
   other->first_.set_limits(limits_);
   other->first_.set_segment_source(&reassembler_);
   lanes_[n].stream = &other->first_;

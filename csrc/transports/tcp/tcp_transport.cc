@@ -32,8 +32,8 @@ void set_no_delay(int fd) {
 void set_silence_limit(int fd, Nanos limit) {
   constexpr int kProbes = 3;
   const int on = 1, probes = kProbes;
-  const int pause = std::max(static_cast<int>(limit / kSecond) / (kProbes + 1), 1);  // seconds
-  const int limit_ms = static_cast<int>(std::min<Nanos>(limit / kMillisecond, INT_MAX));
+  const int pause = std::max(static_cast<int>(limit / kSecond) / (kProbes + 1), 1);       // seconds
+  const int limit_ms = static_cast<int>(std::min<Nanos>(limit / kMillisecond, INT_MAX));  // 0: the system's
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &pause, sizeof pause);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &pause, sizeof pause);

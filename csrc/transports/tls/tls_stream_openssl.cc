@@ -94,7 +94,13 @@ class TlsStream::Bio {
   }
 
   static int write(BIO* bio, const char* from, int size) {
-    static_cast<TlsStream*>(BIO_get_data(bio))->output_.append(from, static_cast<std::size_t>(size));
+    auto& s = *static_cast<TlsStream*>(BIO_get_data(bio));
+    try {
+      s.output_.append(from, static_cast<std::size_t>(size));
+    } catch (const std::bad_alloc&) {  // no exception may pass through OpenSSL
+      s.socket_error_ = ENOMEM;
+      return -1;
+    }
     return size;
   }
 

@@ -66,7 +66,7 @@ class Timers:
                     left = self._waiting[0][0] - time.monotonic() if self._waiting else None
                     if left is not None and left <= 0:
                         break
-                    self._changed.wait(left)
+                    self._changed.wait(left if left is None else min(left, threading.TIMEOUT_MAX))
                 if self._stopped:
                     return
                 function = heapq.heappop(self._waiting)[2]

@@ -1,5 +1,6 @@
 """When a call is made again after a loss, and after which pause."""
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,8 +53,8 @@ class Retry:
             raise ValueError(f"attempts of Retry has to be an integer of at least 1, and is {attempts!r}")
         for name in ("backoff", "max_backoff"):
             value = getattr(self, name)
-            if not value >= 0:
-                raise ValueError(f"{name} of Retry has to be a number of seconds, 0 or more, not {value!r}")
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} of Retry has to be a finite number of seconds, 0 or more, not {value!r}")
         given: Any = self.on
         on = given if isinstance(given, tuple) else (given,)
         for kind in on:

@@ -116,8 +116,8 @@ class RememberedRuns:
 
     def enter(
         self, key: Key, function: str, request: RequestKey, window: float, deadline: float = math.inf
-    ) -> tuple[_Run, bool]:
-        """Return the run of a key, and whether it begins now.
+    ) -> tuple[_Run, CallFuture[Any] | None]:
+        """Return the run of a key, and its future; None if it begins now.
 
         Args:
             key: The key.
@@ -133,7 +133,7 @@ class RememberedRuns:
             run = self._runs.get(key)
             if run is None:
                 run = self._runs[key] = self._running[request] = _Run(function, request, window, deadline)
-                return run, True
+                return run, None
             if run.future is None:
                 raise TelegradError(
                     f"the result of {run.function} was dropped, because this worker remembers at most {_MOST_RESULTS}"
@@ -143,12 +143,13 @@ class RememberedRuns:
             if self._running.pop(run.request, None) is not None:
                 self._running[request] = run
             run.request = request
-            return run, False
+            return run, run.future
 
     def complete(self, key: Key, run: _Run, value: object, error: BaseException | None) -> None:
         """Remember how a run has ended."""
         future = run.future
         assert future is not None
+        nbytes = _FIXED_BYTES + _nbytes(value)  # without the lock: this may run code of the program
         with self._lock:
             self._running.pop(run.request, None)
             sets_timer, after, dropped = False, 0.0, []
@@ -157,8 +158,8 @@ class RememberedRuns:
             elif self._runs.get(key) is run:
                 now = self._clock()
                 run.expires = min(run.deadline, now + run.window)
-                run.nbytes = _FIXED_BYTES + _nbytes(value)
-                self._nbytes += run.nbytes
+                run.nbytes = nbytes
+                self._nbytes += nbytes
                 self._results[key] = run
                 dropped = self._drop_oldest()
                 sets_timer, self._is_timer_set = not self._is_timer_set, True
@@ -261,9 +262,9 @@ def run_once(
     runs: RememberedRuns = worker.remembered_runs
     callee: Any = find_function(function) if isinstance(function, bytes) else function
     deadline = scope.deadline / 1e9 if scope.deadline else math.inf
-    run, begins = runs.enter(key, full_name_of(callee), request, window, deadline)
-    if not begins:
-        return _result_of(run)
+    run, result_of_run = runs.enter(key, full_name_of(callee), request, window, deadline)
+    if result_of_run is not None:
+        return _result_of(result_of_run)
     was_asked = False
 
     def is_canceled() -> bool:
@@ -309,15 +310,16 @@ def _canceled() -> RuntimeError:
     return RuntimeError("the call was canceled")
 
 
-async def _result_of(run: _Run) -> object:
+async def _result_of(run: CallFuture[Any]) -> object:
     """Await the result of a run, which the end of this request does not cancel."""
-    assert run.future is not None
-    return await run.future
+    return await run
 
 
 def _follow(worker: Any, key: Key, run: _Run, result: Any) -> Coroutine[Any, Any, object]:
     """Remember a deferred result once it is done, and return a coroutine of it."""
     runs: RememberedRuns = worker.remembered_runs
+    future = run.future
+    assert future is not None
 
     def ended(value: object, error: BaseException | None) -> None:
         if run.canceled and isinstance(error, Cancelled):
@@ -342,19 +344,22 @@ def _follow(worker: Any, key: Key, run: _Run, result: Any) -> Coroutine[Any, Any
             run.cancel = result.cancel
     if run.canceled:  # meanwhile
         run.end()
-    return _result_of(run)
+    return _result_of(future)
 
 
 def _nbytes(value: object) -> int:
-    """Estimate the bytes of the tensors and texts in a value."""
-    if isinstance(value, (str, bytes, bytearray)):
-        return len(value)
-    if isinstance(value, (tuple, list)):
-        return sum(map(_nbytes, value)) + 8 * len(value)
-    if isinstance(value, dict):
-        return sum(map(_nbytes, value.values())) + 16 * len(value)
-    nbytes = getattr(value, "nbytes", None)  # of tensors, arrays and views
-    return nbytes if isinstance(nbytes, int) else 0
+    """Estimate the bytes of the tensors and texts in a value; 0 if it does not tell."""
+    try:
+        if isinstance(value, (str, bytes, bytearray)):
+            return len(value)
+        if isinstance(value, (tuple, list)):
+            return sum(map(_nbytes, value)) + 8 * len(value)
+        if isinstance(value, dict):
+            return sum(map(_nbytes, value.values())) + 16 * len(value)
+        nbytes = getattr(value, "nbytes", None)  # of tensors, arrays and views
+        return nbytes if isinstance(nbytes, int) else 0
+    except Exception:  # of a sparse tensor, a list that contains itself, or a property of the program
+        return 0
 
 
 class _RunCarrier:
