@@ -274,8 +274,8 @@ class Options(RpcBackendOptions):
     )
     heartbeat: float = _option(
         5.0,
-        "how long another host may be silent until it is asked for a sign of life; a worker that leaves two of these"
-        " unanswered is lost, within three times this time; 0 means never. For connections over TCP",
+        "interval of the failure detector on TCP connections: a peer that is silent for half of it is asked for a sign of"
+        " life, and is lost within three times this time; 0 means never",
         env="TELEGRAD_HEARTBEAT",
         unit="s",
     )

@@ -139,3 +139,23 @@ def test_a_creation_ends_with_the_session_that_carried_it(w: Cluster) -> None:
     assert worker.references.table.state_of(rref) is UserState.LOST
     worker.references.release_handle(rref, worker.references.table.generation)
     eventually(lambda: worker.references.table.state_of(rref) is None)
+
+
+def test_a_graceful_shutdown_right_after_a_break() -> None:
+    """One end may see the break before the shutdown begins, the other one in it."""
+    for _ in range(20):
+        with cluster(2, Options(transports=("tcp",), shutdown_timeout=TIMEOUT)) as group:
+            assert group[0].rpc_sync("w1", abs, (-1,)) == 1
+            ports = {int(one._worker.member.addresses[0].rpartition(":")[2]) for one in (group[0], group[1])}
+            (end,) = accepted_sockets(ports)
+            with end:
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_worker_without_which_the_group_shuts_down_gathers_alone(w: Cluster) -> None:
+    """The others do not take part: they have gone on while its connection was lost."""
+    gone = w[1]._worker.members.gone_at_shutdown
+    gone.add(1)
+    with w[1]:
+        assert rpc.api._all_gather("own", timeout=TIMEOUT) == {"w1": "own"}
+    gone.clear()

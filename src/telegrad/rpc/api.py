@@ -220,12 +220,20 @@ def _all_gather(
         RuntimeError: some workers did not take part in time, or are lost; the text names them.
     """
     worker = _worker()
-    names = (
-        set(worker_names)
-        if worker_names
-        else {i.name for i in worker.members.infos() if i.id not in worker.members.gone_at_shutdown}
-    )
+    names = set(worker_names) if worker_names else _remaining_names(worker)
     return gather(worker, obj, names, timeout, _gather_to_leader, _broadcast_to_followers)
+
+
+def _remaining_names(worker: Worker) -> set[str]:
+    """Return the names of the workers that take part in operations of the whole group.
+
+    If the group went on without this worker at the beginning of its shutdown, because its connection was lost, the
+    others do not wait for it.
+    """
+    gone = worker.members.gone_at_shutdown
+    if worker.info.id in gone:
+        return {worker.info.name}
+    return {info.name for info in worker.members.infos() if info.id not in gone}
 
 
 def _barrier(worker_names: set[str]) -> None:
