@@ -274,8 +274,8 @@ class Options(RpcBackendOptions):
     )
     heartbeat: float = _option(
         5.0,
-        "interval of the failure detector on TCP connections: a peer that is silent for half of it is asked for a sign of"
-        " life, and is lost within three times this time; 0 means never",
+        "interval of the failure detector on TCP connections: a peer that is silent for half of it is asked for a sign"
+        " of life, and is lost within three times this time; 0 means never",
         env="TELEGRAD_HEARTBEAT",
         unit="s",
     )

@@ -142,7 +142,7 @@ def test_a_creation_ends_with_the_session_that_carried_it(w: Cluster) -> None:
 
 
 def test_a_graceful_shutdown_right_after_a_break() -> None:
-    """One end may see the break before the shutdown begins, the other one in it."""
+    """Cover both orders: an end sees the break before its shutdown, or in it."""
     for _ in range(20):
         with cluster(2, Options(transports=("tcp",), shutdown_timeout=TIMEOUT)) as group:
             assert group[0].rpc_sync("w1", abs, (-1,)) == 1
@@ -153,7 +153,7 @@ def test_a_graceful_shutdown_right_after_a_break() -> None:
 
 
 def test_a_worker_without_which_the_group_shuts_down_gathers_alone(w: Cluster) -> None:
-    """The others do not take part: they have gone on while its connection was lost."""
+    """Skip the others: they went on while the connection was lost."""
     gone = w[1]._worker.members.gone_at_shutdown
     gone.add(1)
     with w[1]:
