@@ -25,7 +25,7 @@ class Silence {
   explicit Silence(Nanos interval) : interval_(interval) {}
 
   /// Returns how long a peer may be silent at most before it is lost, if checks are `pause` apart.
-  static constexpr Nanos limit(Nanos interval) { return 5 * interval / 2 + 3 * pause(interval); }
+  static constexpr Nanos limit(Nanos interval) { return 5 * interval / 2 + 4 * pause(interval); }
   /// Returns the time between two checks.
   static constexpr Nanos pause(Nanos interval) { return interval / 10; }
 

@@ -288,7 +288,10 @@ Incoming Puppet::receive() {
 void Puppet::send(const Message& m) {
   Outgoing out = m.outgoing();
   SendState state;
-  while ((state = link->send(out)) == SendState::kBlocked) writable(link->fd());
+  while ((state = link->send(out)) == SendState::kBlocked) {
+    polls(link->fd(), POLLIN | POLLOUT, -1);
+    link->receive(inbox_, 1 << 20);  // TLS sends nothing before it has read the answer of its handshake
+  }
   CHECK(state == SendState::kSent);
 }
 
