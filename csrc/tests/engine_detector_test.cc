@@ -74,6 +74,32 @@ CASE_ON_EVERY_SCHEME(a_busy_peer_is_not_lost) {
   CHECK_EQ(a.event_count.value(), 0);
 }
 
+/// A caller that checks for signals may wait for the GIL, which user code holds. It is not the leader meanwhile.
+CASE_ON_EVERY_SCHEME(a_caller_that_waits_for_the_gil_does_not_lead) {
+  Worker a(0, with_heartbeat(0), 0), b(1, with_heartbeat(250 * kMillisecond));
+  introduce({&a, &b}, scheme);
+  Event checks, may_go_on;
+  std::thread caller([&] {
+    Request call{.tag = kHold, .body = "x"};
+    const std::uint64_t id = a.engine->start(1, compose(call), {});
+    Completion completion;
+    const auto interrupted = [&] {
+      checks.set();
+      may_go_on.wait();
+      return false;
+    };
+    CHECK(a.engine->wait(id, kNever, interrupted, completion) == WaitEnd::kDone);
+    CHECK_EQ(body_of(completion), "x");
+  });
+  checks.wait();
+  const std::uint64_t before = b.engine->stats().received_messages;
+  while (b.engine->stats().received_messages < before + 6) std::this_thread::yield();  // answers
+  may_go_on.set();
+  b.release.set();
+  caller.join();
+  CHECK_EQ(b.event_count.value(), 0);
+}
+
 /// A peer that reads a large message slowly, and sends nothing, is alive.
 CASE(a_slow_reader_is_not_lost) {
   const Nanos interval = 150 * kMillisecond;

@@ -39,6 +39,31 @@ CASE_ON_EVERY_SCHEME(requests_of_a_caller_that_reads_no_replies_are_held) {
   CHECK_EQ(b.engine->stats().queued_requests, 0u);
 }
 
+/// The unsent rest of a reply is copied while the peer does not read, which makes the message smaller. Its bytes no
+/// longer count once it is sent.
+CASE(a_reply_that_was_copied_while_it_waited_is_counted_once) {
+  Settings s;
+  s.handshake.me.id = -1;
+  s.window = 64 << 10;
+  Worker b(1, s, 2);
+  b.listen("unix");
+  Counter ran;
+  b.on_custom = [&](WorkItem& item) {
+    ran.add();
+    b.answer(item, "", {std::string(8 << 20, 'x')});
+  };
+  Puppet p(0);
+  p.connect(b.address());
+  for (std::uint64_t call = 1; call <= 3; ++call) {
+    Message request = message(FrameType::kRequest, "", call);
+    request.header.tag = kCustom;
+    p.send(request);
+    ran.wait_for(static_cast<int>(call));
+    while (b.engine->stats().running_handlers > 0) std::this_thread::yield();  // it has stopped waiting for the peer
+    CHECK_EQ(p.receive().segments.at(0)->size(), std::size_t{8} << 20);
+  }
+}
+
 /// The requests of a caller that has gone are not held forever.
 CASE(held_requests_of_a_lost_caller_end) {
   Settings s;
