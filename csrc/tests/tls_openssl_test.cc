@@ -38,7 +38,7 @@ std::string read_available(int fd) {
   return all;
 }
 
-/// Two links and an attacker, who carries their bytes.
+/// Two links, and an attacker between them that passes their bytes on.
 struct Wire {
   explicit Wire(const LinkSecurityPtr& at_a, const LinkSecurityPtr& at_b) {
     auto [a_end, a_wire] = sockets();

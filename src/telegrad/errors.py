@@ -2,6 +2,8 @@
 
 Every error is a ``RuntimeError``, because programs written for ``torch.distributed.rpc`` catch that. Every text says
 what happened, where, and what to do. The facts are attributes too, so that a program does not have to parse the text.
+
+The file is longer than others: it is the one table of the errors, each with its facts and an example.
 """
 
 import concurrent.futures
