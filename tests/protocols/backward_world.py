@@ -10,6 +10,8 @@ import random
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from sessions import Sessions
+
 from telegrad.protocols.backward import PassSchedule
 from telegrad.protocols.backward_messages import (
     FINAL,
@@ -50,6 +52,7 @@ class Program(NamedTuple):
     failing: tuple[tuple[int, int], ...] = ()  # (worker, stage): the stage raises
     shared: bool = True  # all sends of one worker use the same parameter
     subgraphs: bool = False  # the local graphs are found in subgraphs, as gradients and marks arrive for them
+    cuts: int = 0  # links between living workers that break
 
     def takes_part(self) -> frozenset[int]:
         found: set[int] = set()
@@ -157,7 +160,8 @@ class World:
         self.taking_part = program.takes_part()
         self.net: list[tuple[int, int, Any]] = []
         self.dead: int | None = None
-        self.noticed: set[int] = set()
+        self.cuts = program.cuts
+        self.sessions = Sessions(program.workers)
         # Pairs of workers that detect each other's death: those that exchanged a message, in the program or in the
         # pass.
         self.links = {pair for sent in program.sends for pair in ((sent.src, sent.dst), (sent.dst, sent.src))}
@@ -175,8 +179,9 @@ class World:
         found: list[Action] = [("deliver", *packet) for packet in dict.fromkeys(self.net)]
         if self.dead is None:
             found += [("kill", w) for w in self.program.mortal]
-        else:
-            found += [("notice", w) for w in self.parts if w not in self.noticed and (w, self.dead) in self.links]
+        found += [("notice", *ends) for ends in self.sessions.unnoticed() if ends in self.links]
+        if self.cuts:
+            found += [("cut", *pair) for pair in self.sessions.intact_links() if pair in self.links]
         return found
 
     def do(self, action: Action) -> None:
@@ -215,13 +220,18 @@ class World:
 
     def kill(self, worker: int) -> None:
         self.dead = worker
+        self.sessions.kill(worker)
         del self.parts[worker], self.locals[worker]
         self.net = [packet for packet in self.net if packet[1] != worker]
 
-    def notice(self, worker: int) -> None:
-        self.noticed.add(worker)
-        self.net = [packet for packet in self.net if packet[:2] != (self.dead, worker)]
-        self.carry_out(worker, self.parts[worker].lost(self.dead, f"lost {self.dead}"))
+    def cut(self, a: int, b: int) -> None:
+        self.cuts -= 1
+        self.sessions.cut(a, b)
+
+    def notice(self, worker: int, peer: int) -> None:
+        self.sessions.notice(worker, peer)
+        self.net = [packet for packet in self.net if packet[:2] != (peer, worker)]
+        self.carry_out(worker, self.parts[worker].lost(peer, f"lost {peer}"))
 
     def carry_out(self, worker: int, effects: Any) -> None:
         todo = list(effects)
@@ -229,9 +239,9 @@ class World:
         while todo:
             effect = todo.pop(0)
             if isinstance(effect, Send):
-                check(effect.to != self.dead or worker not in self.noticed, "L1", "a message is sent to a dead worker")
+                check(not self.sessions.is_lost(worker, effect.to), "L1", "a message is sent to a lost worker")
                 self.links |= {(worker, effect.to), (effect.to, worker)}
-                if effect.to in self.parts:
+                if self.sessions.session_for(worker, effect.to) is not None:
                     self.net.append((worker, effect.to, effect.message))
             elif isinstance(effect, Run):
                 check(not todo, "E1", "Run is the last effect")
@@ -266,8 +276,9 @@ class World:
     # ---- what must hold ----------------------------------------------------------------------------------------------
 
     def finished(self) -> None:
-        known = self.dead if self.program.root in self.noticed else None  # else it may have died after its part
-        check(known not in self.involved(), "T1", "the pass succeeded although a worker died")
+        root = self.program.root
+        gone = {w for w in range(self.program.workers) if self.sessions.is_lost(root, w)}  # others: after their part
+        check(not gone & self.involved(), "T1", "the pass succeeded although a worker was lost")
         live = [packet for packet in self.net if type(packet[2]).__name__ != "Lost"]
         check(not live, "T1", f"in flight: {live}")
         for worker, local in self.locals.items():
@@ -311,7 +322,8 @@ class World:
                 local,
                 sorted(map(repr, self.net)),
                 self.dead,
-                sorted(self.noticed),
+                self.cuts,
+                self.sessions.key(),
                 self.started,
                 sorted(self.links),
             )
@@ -339,7 +351,7 @@ def explore(program: Program, limit: int = 200_000) -> int:
         actions = world.actions()
         action: Action = ()
         try:
-            if all(action[0] == "kill" for action in actions):
+            if all(action[0] in ("kill", "cut") for action in actions):
                 world.settled()
             for action in actions:
                 after = world.copy()
@@ -358,12 +370,18 @@ def explore(program: Program, limit: int = 200_000) -> int:
 def wander(program: Program, seed: int) -> int:
     """Run one random schedule to its end; return its length."""
     rng = random.Random(f"schedule {seed}")
-    taste = {"deliver": 1.0, "kill": 4.0 ** rng.uniform(-4, -1), "notice": 4.0 ** rng.uniform(-3, 1), "start": 1.0}
+    taste = {
+        "deliver": 1.0,
+        "kill": 4.0 ** rng.uniform(-4, -1),
+        "cut": 4.0 ** rng.uniform(-3, -1),
+        "notice": 4.0 ** rng.uniform(-3, 1),
+        "start": 1.0,
+    }
     world = World(program)
     trace: list[Action] = []
     try:
         while actions := world.actions():
-            if all(action[0] == "kill" for action in actions):
+            if all(action[0] in ("kill", "cut") for action in actions):
                 world.settled()
                 break
             action = rng.choices(actions, [taste[action[0]] for action in actions])[0]

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable
 
 from rref_invariants import rested, settled, verify
-from rref_world import Action, Broken, Scenario, World
+from rref_world import FAULTS, Action, Broken, Scenario, World
 
 from telegrad.protocols.rref import RRefId, RRefProtocolError
 
@@ -56,7 +56,7 @@ def explore(scenario: Scenario, guarantees_only: bool = False, limit: int = 1_00
         try:
             verbs = {action[0] for action in actions}
             rested(world, verbs)
-            if verbs <= {"kill", "rejoin"}:
+            if verbs <= FAULTS:
                 settled(world)
             for action in actions:
                 after = world.copy()
@@ -95,15 +95,16 @@ def wander(scenario: Scenario, seed: int) -> int:
     # Each schedule has its own weights, so that some delay deliveries, some collect drops, and in some workers die
     # early.
     taste = {verb: 4.0 ** rng.uniform(-2, 2) for verb in ("deliver", "step", "drop", "flush", "finish", "timeout")}
+    taste |= {verb: 4.0 ** rng.uniform(-2, 2) for verb in ("deliver_late", "heal", "lose_call")}
     taste |= {verb: 4.0 ** rng.uniform(-2, 0.5) for verb in ("notice", "join", "skip")}
-    taste |= {verb: 4.0 ** rng.uniform(-4, -2) for verb in ("kill", "rejoin")}
+    taste |= {verb: 4.0 ** rng.uniform(-4, -2) for verb in ("kill", "rejoin", "cut", "split")}
     world = World(scenario)
     trace: list[Action] = []
     try:
         while actions := world.actions():
             verbs = {action[0] for action in actions}
             rested(world, verbs)
-            if verbs <= {"kill", "rejoin"}:
+            if verbs <= FAULTS:
                 settled(world)
                 if rng.random() < 0.5:
                     break

@@ -5,7 +5,7 @@ tuples, so a list of them is a trace that `replay` runs again. The model calls t
 `protocols/rref.py` requires. It counts handles and values itself, independently of the tables.
 
 The network is a set of packets. Any packet may be delivered next, also between one pair of workers. Packets are lost
-only with a worker: those to it at its death, those from it once the receiver has noticed the death.
+only with the session that carries them (sessions.py): with a worker, or with a link between living workers.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rref_node import Action, Handle, Node
+from sessions import Sessions
 
 from telegrad.protocols.rref import (
-    Accept,
-    Added,
     Delete,
     OwnerState,
-    Release,
     RRefId,
     RRefTable,
     Send,
@@ -30,13 +28,13 @@ from telegrad.protocols.rref import (
 
 GRANT, RETURN, FORK, SELF = TicketKind
 RUNNING = OwnerState.CREATING
+FAULTS = {"kill", "rejoin", "cut", "split"}
 
 
 class Packet(NamedTuple):
     src: int
     dst: int
-    src_life: int  # incarnations
-    dst_life: int
+    session: int
     kind: str  # "call", "discard", "create", "refuse", "created", "refused", or the name of a protocol message
     body: Any
     tickets: tuple[Ticket, ...] = ()
@@ -59,6 +57,9 @@ class Scenario:
     kills: int = 0
     mortal: tuple[int, ...] = ()
     rejoin: bool = False
+    cuts: int = 0  # links between living workers that break
+    splits: int = 0  # partitions
+    late: bool = False  # messages may be handled after the end of their session was noticed
     reborn: dict[int, tuple[Action, ...]] = field(default_factory=dict)  # scripts of workers that rejoin
     batch: int = 64
     mutate: Callable[[RRefTable], None] | None = None
@@ -94,9 +95,10 @@ class World:
         count = len(scenario.scripts)
         self.nodes: list[Node | None] = [Node(self._table(w), scenario.scripts[w]) for w in range(count)]
         self.lives = [0] * count  # current incarnation of each worker
-        self.known = [[0] * count for _ in range(count)]  # known[a][b]: the incarnation of b that a talks to, -1: lost
+        self.sessions = Sessions(count)
         self.net: list[Packet] = []
-        self.kills = scenario.kills
+        self.late: list[Packet] = []  # received before the end of their session was noticed, and not handled yet
+        self.kills, self.cuts, self.splits = scenario.kills, scenario.cuts, scenario.splits
         self.freed: list[RRefId] = []  # values deleted by the last action
         self.shared_nodes: set[int] = set()  # nodes that another World refers to as well
 
@@ -111,9 +113,10 @@ class World:
         world.scenario = self.scenario
         world.nodes = self.nodes.copy()
         world.lives = self.lives.copy()
-        world.known = [row.copy() for row in self.known]
+        world.sessions = self.sessions.copy()
         world.net = self.net.copy()
-        world.kills = self.kills
+        world.late = self.late.copy()
+        world.kills, world.cuts, world.splits = self.kills, self.cuts, self.splits
         world.freed = []
         world.shared_nodes = set(range(len(self.nodes)))
         self.shared_nodes = world.shared_nodes.copy()
@@ -123,9 +126,10 @@ class World:
         return hash((
             tuple(node and node.fingerprint() for node in self.nodes),
             tuple(sorted(map(hash, self.net))),
-            tuple(map(tuple, self.known)),
+            tuple(sorted(map(hash, self.late))),
+            self.sessions.key(),
             tuple(self.lives),
-            self.kills,
+            (self.kills, self.cuts, self.splits),
         ))  # fmt: skip
 
     def node(self, worker: int) -> Node:
@@ -146,6 +150,7 @@ class World:
     def actions(self) -> list[Action]:
         scenario = self.scenario
         found: list[Action] = [("deliver", packet) for packet in dict.fromkeys(self.net) if self.deliverable(packet)]
+        found += [("deliver_late", packet) for packet in dict.fromkeys(self.late)]
         for worker, node in enumerate(self.nodes):
             if node is None:
                 if scenario.rejoin:
@@ -163,12 +168,16 @@ class World:
                 found += [("timeout", worker, rref) for rref, late in node.creating.items() if not late]
             if self.kills and worker in scenario.mortal:
                 found.append(("kill", worker))
-            for peer, life in enumerate(self.known[worker]):
-                if life >= 0 and (life != self.lives[peer] or self.nodes[peer] is None):
-                    found.append(("notice", worker, peer))
-                elif life < 0 and self.nodes[peer] is not None:
-                    found.append(("join", worker, peer))
-        if not found or all(action[0] in ("kill", "rejoin") for action in found):
+        found += [("notice", *ends) for ends in self.sessions.unnoticed()]
+        found += [("join", *ends) for ends in self.sessions.joinable()]
+        found += [("lose_call", me, peer, rref) for me, peer, rref in self.broken_calls()] if scenario.late else []
+        if self.cuts:
+            found += [("cut", *pair) for pair in self.sessions.intact_links()]
+        if self.splits and not self.sessions.away:
+            found += [("split", worker) for worker in range(len(self.nodes))]
+        if self.sessions.away:
+            found.append(("heal",))
+        if not found or all(action[0] in FAULTS for action in found):
             # No other event can bring the handle that a step waits for: skip the step.
             found += [("skip", w) for w, n in enumerate(self.nodes) if n is not None and n.step < len(n.script)]
         return found
@@ -180,18 +189,29 @@ class World:
         return step[0] not in ("share", "discard", "hold", "clone") or node.has(step[1])
 
     def deliverable(self, packet: Packet) -> bool:
-        return self.known[packet.dst][packet.src] == packet.src_life
+        return self.sessions.delivers(packet.src, packet.dst, packet.session)
+
+    def broken_calls(self) -> Iterator[tuple[int, int, RRefId]]:
+        """Return the creations whose session has ended before their worker has noticed it."""
+        for me, peer in self.sessions.unnoticed():
+            node = self.nodes[me]
+            assert node is not None
+            yield from ((me, peer, rref) for rref in node.creating if self.scenario.owners[rref] == peer)
+
+    def has_losses(self) -> bool:
+        scenario = self.scenario
+        return (self.kills, self.cuts, self.splits) != (scenario.kills, scenario.cuts, scenario.splits)
 
     def quiet(self) -> bool:
-        return not [action for action in self.actions() if action[0] not in ("kill", "rejoin")]
+        return not [action for action in self.actions() if action[0] not in FAULTS]
 
     # ---- what happens ---------------------------------------------------------------------------------------------
 
     def do(self, action: Action) -> None:
         self.freed.clear()
         getattr(self, "do_" + action[0])(*action[1:])
-        if self.scenario.flush == "eager" and action[0] != "kill":
-            worker = action[1].dst if action[0] == "deliver" else action[1]
+        if self.scenario.flush == "eager" and action[0] not in ("kill", "cut", "split", "heal"):
+            worker = action[1].dst if action[0] in ("deliver", "deliver_late") else action[1]
             node = self.peek(worker)
             if node is not None and node.table.needs_flush:
                 self.do_flush(worker)
@@ -223,6 +243,21 @@ class World:
             self.carry_out(me, table.create_failed(packet.body, "refused", may_exist=False))
         elif kind != "call":
             self.carry_out(me, table.handle(sender, packet.body))
+
+    def do_deliver_late(self, packet: Packet) -> None:
+        """Handle a message whose session has ended here: only its handles and its creation count."""
+        self.late.remove(packet)
+        me = packet.dst
+        node = self.node(me)
+        for ticket in packet.tickets:
+            self.carry_out(me, node.table.receive_late(ticket, "late"))
+            if packet.kind == "discard":
+                self.carry_out(me, node.table.drop(ticket.rref))
+            elif packet.kind == "call":
+                node.hold(ticket.rref)
+        if packet.kind == "create":
+            node.values[packet.body] = tuple((ticket.rref, node.table.generation) for ticket in packet.tickets)
+            self.carry_out(me, node.table.accept_create(packet.body, packet.src, late=True))
 
     def do_step(self, me: int) -> None:
         node = self.node(me)
@@ -264,7 +299,7 @@ class World:
         else:
             tickets = self.tickets(node, (rref,), rest[0])
             if verb == "hold":
-                node.outgoing += tuple((ticket, rest[0], self.known[me][rest[0]]) for ticket in tickets)
+                node.outgoing += tuple((ticket, rest[0], self.sessions.known[me][rest[0]]) for ticket in tickets)
             elif tickets:
                 self.post(me, rest[0], "discard" if verb == "discard" else "call", None, tickets)
 
@@ -282,19 +317,19 @@ class World:
             self.carry_out(me, self.node(me).table.unshare(ticket, to))
 
     def post(self, me: int, to: int, kind: str, body: Any, tickets: tuple[Ticket, ...] = ()) -> bool:
-        life = self.known[me][to]
-        if life < 0:  # the transport rejects it
+        if self.sessions.is_lost(me, to):  # the transport rejects it
             self.unshare(me, tickets, to)
             return False
-        if self.nodes[to] is not None and self.lives[to] == life:
-            self.net.append(Packet(me, to, self.lives[me], life, kind, body, tickets))
-        return True  # also if the receiver has died and its death is not noticed yet
+        session = self.sessions.session_for(me, to)
+        if session is not None:
+            self.net.append(Packet(me, to, session, kind, body, tickets))
+        return True  # also if the session has ended and this end has not noticed yet
 
     def carry_out(self, me: int, effects: Any) -> None:
         node = self.node(me)
         for effect in effects:
             if isinstance(effect, Send):
-                check(self.known[me][effect.to] >= 0, "G3: nothing is sent to a dead peer", me, effect)
+                check(not self.sessions.is_lost(me, effect.to), "G3: nothing is sent to a dead peer", me, effect)
                 check(effect.to != me, "nothing is sent to oneself", me, effect)
                 self.post(me, effect.to, type(effect.message).__name__, effect.message)
             elif isinstance(effect, Delete):
@@ -327,7 +362,21 @@ class World:
     def do_kill(self, worker: int) -> None:
         self.kills -= 1
         self.nodes[worker] = None
+        self.sessions.kill(worker)
         self.net = [packet for packet in self.net if packet.dst != worker]
+        self.late = [packet for packet in self.late if packet.dst != worker]
+
+    def do_cut(self, a: int, b: int) -> None:
+        self.cuts -= 1
+        self.sessions.cut(a, b)
+
+    def do_split(self, worker: int) -> None:
+        """Separate a worker, or two, from the others."""
+        self.splits -= 1
+        self.sessions.partition({worker, *range(2, worker)})
+
+    def do_heal(self) -> None:
+        self.sessions.heal()
 
     def do_rejoin(self, worker: int) -> None:
         self.lives[worker] += 1
@@ -335,17 +384,24 @@ class World:
         script = self.scenario.reborn.get(worker, ()) if self.lives[worker] == 1 else ()
         self.nodes[worker] = Node(self._table(worker), script)
         self.shared_nodes.discard(worker)
-        # A new incarnation learns from the live workers which workers are dead, so it knows all reachable ones.
-        self.known[worker] = [life if self.nodes[peer] is not None else -1 for peer, life in enumerate(self.lives)]
+        self.sessions.restart(worker)
         table = self.node(worker).table
-        for peer, life in enumerate(self.known[worker]):
-            if life < 0:
+        for peer in range(len(self.nodes)):
+            if self.sessions.is_lost(worker, peer):
                 self.carry_out(worker, table.peer_lost(peer, "was dead when I came"))
 
+    def do_lose_call(self, me: int, peer: int, rref: RRefId) -> None:
+        node = self.node(me)
+        del node.creating[rref]
+        self.net = [p for p in self.net if (p.src, p.dst, p.body) != (peer, me, rref) or p.kind[-1] != "d"]
+        self.carry_out(me, node.table.create_lost(rref, "connection lost"))
+
     def do_notice(self, me: int, peer: int) -> None:
-        life = self.known[me][peer]
-        self.known[me][peer] = -1
-        self.net = [p for p in self.net if (p.dst, p.src, p.src_life) != (me, peer, life)]
+        ended = [packet for packet in self.net if (packet.src, packet.dst) == (peer, me) and self.deliverable(packet)]
+        self.net = [packet for packet in self.net if packet not in ended]
+        if self.scenario.late:
+            self.late += [packet for packet in ended if packet.kind in ("call", "discard", "create")]
+        self.sessions.notice(me, peer)
         node = self.node(me)
         self.carry_out(me, node.table.peer_lost(peer, "died"))
         for rref in [x for x in node.creating if self.scenario.owners[x] == peer]:
@@ -353,53 +409,14 @@ class World:
             self.carry_out(me, node.table.create_failed(rref, "connection lost", may_exist=True))
 
     def do_join(self, me: int, peer: int) -> None:
-        self.known[me][peer] = self.lives[peer]
+        self.sessions.join(me, peer)
         self.carry_out(me, self.node(me).table.peer_joined(peer))
 
     # ---- what must hold -------------------------------------------------------------------------------------------
 
     def talks(self, a: int, b: int) -> bool:
-        """Return whether both live and each knows the other's current incarnation."""
-        return (
-            self.nodes[a] is not None
-            and self.nodes[b] is not None
-            and self.known[a][b] == self.lives[b]
-            and self.known[b][a] == self.lives[a]
-        )
+        """Return whether both are in the same session."""
+        return self.sessions.talks(a, b)
 
     def packets(self, src: int, dst: int) -> Iterator[Packet]:
         return (p for p in self.net if p.src == src and p.dst == dst and self.deliverable(p))
-
-    def in_flight(self, user: int, owner: int, rref: RRefId) -> int:
-        """Return the number of tokens of `user` in flight to or from the owner."""
-        tokens = 0
-        for packet in self.packets(owner, user):
-            tokens += sum(t.rref == rref and t.kind == GRANT for t in packet.tickets)
-            tokens += packet.kind == "created" and packet.body == rref
-            tokens += isinstance(packet.body, Added) and packet.body.rref == rref
-        for packet in self.packets(user, owner):
-            if isinstance(packet.body, Release):
-                tokens += sum(n for x, n in packet.body.items if x == rref)
-        user_node, owner_node = self.nodes[user], self.nodes[owner]
-        assert user_node is not None
-        assert owner_node is not None
-        for ticket, to, life in owner_node.outgoing:
-            tokens += (ticket.rref, ticket.kind, to, life) == (rref, GRANT, user, self.lives[user])
-        batch = user_node.table._out._batches.get(owner)
-        return tokens + (batch.releases.get(rref, 0) if batch else 0)
-
-    def accepts_pending(self, sender: int, receiver: int, transfer: int) -> int:
-        """Return the number of places that have a transfer; must be one."""
-        places = sum(
-            t.transfer == transfer and t.kind != GRANT for p in self.packets(sender, receiver) for t in p.tickets
-        )
-        node, sending = self.nodes[receiver], self.nodes[sender]
-        assert node is not None
-        assert sending is not None
-        places += sum(t.transfer == transfer and t.kind != GRANT and to == receiver for t, to, _ in sending.outgoing)
-        places += sum((sender, transfer) in entry.parents for entry in node.table._users.entries.values())
-        batch = node.table._out._batches.get(sender)
-        places += batch.transfers.count(transfer) if batch else 0
-        for packet in self.packets(receiver, sender):
-            places += packet.body.transfers.count(transfer) if isinstance(packet.body, Accept) else 0
-        return places
