@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from schedules import run_schedules
 from sessions import Sessions
 
@@ -148,13 +149,14 @@ class World:
 
 def run_contexts(seed: int) -> None:
     world = World(seed)
-    hurry = {name: 4.0 ** world.rng.uniform(-2, 2) for name in ("deliver", "handle", "notice", "join", "leave", "call")}
+    hurry = {name: 4.0 ** world.rng.uniform(-2, 2) for name in ("deliver", "handle", "notice", "join", "call")}
+    hurry |= {name: 4.0 ** world.rng.uniform(-3, 0) for name in ("open", "leave")}  # contexts live long
     while found := world.choices():
         act, what = world.rng.choices(found, [hurry.get(act.__name__, 0.5) for act, _ in found])[0]
         act(what)
     for worker, node in world.nodes.items():
         assert not node.table, f"contexts never end on worker {worker}: {node.table}"
-        assert not node.tombstones or world.faulty, f"worker {worker} keeps {node.tombstones}"
+        assert not node.tombstones, f"worker {worker} keeps {node.tombstones}"
 
 
 def test_contexts_end() -> None:
@@ -165,3 +167,27 @@ def test_contexts_end() -> None:
 @pytest.mark.timeout(600)
 def test_contexts_end_in_many_schedules() -> None:
     assert run_schedules(run_contexts, range(1000, 21000)) == 20_000
+
+
+def lone_worker(worker: int) -> Contexts:
+    return Contexts(worker, 0, lambda peer, message: None, lambda context, why: None, lambda connection: True)
+
+
+def test_a_context_that_only_a_lost_worker_used_ends() -> None:
+    contexts = lone_worker(2)
+    shared, orphan = 1, 2  # of worker 0
+    for number, peer in ((shared, 1), (shared, 3), (orphan, 1)):
+        contexts.on_request(number, peer, connection=0)
+    contexts.peer_lost(1)
+    assert set(contexts.table) == {shared}
+
+
+def test_tensors_sent_to_a_lost_worker_are_freed() -> None:
+    contexts = lone_worker(0)
+    context = contexts.open()
+    lost, kept = (
+        contexts.on_send(context, peer, [torch.ones(1, requires_grad=True) * 2], request=True) for peer in (1, 2)
+    )
+    assert {lost, kept} == set(context.sends)
+    contexts.peer_lost(1)
+    assert set(context.sends) == {kept}

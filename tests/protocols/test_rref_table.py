@@ -23,6 +23,7 @@ from telegrad.protocols.rref import (
     RRefProtocolError,
     RRefTable,
     Send,
+    Ticket,
     TicketKind,
     UnusableRRefError,
     UserState,
@@ -308,3 +309,22 @@ def test_strays_are_counted_and_do_not_raise() -> None:
 def test_calls_without_effects_allocate_nothing() -> None:
     creator = created()[0]
     assert creator.adopt(X) is creator.drop(X) is creator.flush()
+
+
+def test_a_parent_of_an_ended_session_is_not_accepted_in_the_next() -> None:
+    x = RRefId(1, 1)
+    table = RRefTable(2)
+    table.receive(Ticket(x, 0, TicketKind.FORK, 1), 1)
+    table.peer_lost(1, "connection lost")
+    table.peer_joined(1)
+    table.handle(0, Added(x))
+    assert table.state_of(x) is UserState.CONFIRMED
+    assert not table.flush()
+
+
+def test_a_creation_is_lost_with_its_session_before_the_loss_is_handled() -> None:
+    x = RRefId(0, 1)
+    table = RRefTable(0)
+    table.begin_create(x, 1)
+    assert table.create_lost(x, "connection lost") == [Failed(x, "connection lost", True)]
+    assert table.state_of(x) is UserState.LOST

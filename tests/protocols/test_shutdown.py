@@ -7,6 +7,7 @@ import pytest
 
 from telegrad.protocols import shutdown
 from telegrad.protocols.shutdown import Ask, Count, Counters, Done, Drain, GaveUp, Missing, Pause, Ready, Report, Send
+from telegrad.worker.shutdown_barrier import ShutdownBarrier
 
 Tree = tuple[Any, ...]  # (callee, *trees that its handler calls)
 
@@ -291,3 +292,22 @@ def test_a_new_leader_learns_that_it_is_over() -> None:
 @pytest.mark.timeout(600)
 def test_any_of_four_workers_may_die() -> None:
     assert explore(World(NONE, mortal=(0, 1, 2, 3), size=4)) > 2000
+
+
+def test_a_request_between_two_rounds_delays_the_shutdown() -> None:
+    """Two idle moments are one idle time only if no request was received between them."""
+    activity = iter([(1, 0), (2, 0), (2, 0)])  # (received requests, pending work)
+    barrier = ShutdownBarrier(
+        0, lambda peers: None, lambda peer, message: None, lambda delay, run: None, lambda: next(activity)
+    )
+    assert barrier.run(timeout=10, last=False) == Done(())
+    assert not list(activity)
+
+
+def test_a_returned_worker_is_waited_for() -> None:
+    leader = Drain(0, range(2))
+    leader.peer_gone(1)
+    assert leader.peer_back(1) == []
+    assert leader.arrive() == []
+    assert leader.missing() == (1,)
+    assert leader.handle(1, Ready()) == [Count(0, 1), Send(1, Ask(1))]
