@@ -30,3 +30,13 @@ def test_a_returned_worker_may_get_messages_about_references() -> None:
     changes.on_peer_back(1)
     assert parts.references.mock_calls == [call.peer_joined(1)]
     assert parts.shutdown.mock_calls == [call.peer_back(1)]
+
+
+def test_the_connection_to_a_successor_stays_when_its_predecessor_is_lost() -> None:
+    changes, parts = worker_with_peer(incarnation=8)
+    changes.static = True
+    parts.members.connected, parts.members.lost = {1: 8}, {1: "replaced"}
+    changes.lose_member(1, 7, "killed")
+    assert not parts.engine.mock_calls
+    changes.lose_member(1, 8, "killed")
+    assert parts.engine.mock_calls == [call.remove_peer(1, "killed")]
