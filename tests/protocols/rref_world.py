@@ -245,7 +245,7 @@ class World:
             self.carry_out(me, table.handle(sender, packet.body))
 
     def do_deliver_late(self, packet: Packet) -> None:
-        """Handle a message whose session has ended here: only its handles and its creation count."""
+        """Handle a message of an ended session: only handles and creations count."""
         self.late.remove(packet)
         me = packet.dst
         node = self.node(me)

@@ -1,4 +1,4 @@
-"""Sessions between the workers of a simulated group; the explorers of all machines use them.
+"""Sessions between the workers of a simulated group, for all explorers.
 
 The rules are those of the engine. A pair of workers has one session at a time. It ends when a worker dies or the link
 between two living workers breaks. Each end notices this at its own moment (`notice`), and enters the next session later
@@ -107,7 +107,7 @@ class Sessions:
     # ---- messages
 
     def is_lost(self, me: int, peer: int) -> bool:
-        """Return whether this end has noticed the end of a session, and is in no later one."""
+        """Return whether this end has left a session and is in no later one."""
         return self.known[me][peer] < 0
 
     def session_for(self, me: int, peer: int) -> int | None:

@@ -1,4 +1,7 @@
-"""Model of shutdowns with links that break between living workers: calls with replies, and the worker's counters."""
+"""Model of shutdowns on links that break between living workers.
+
+It has calls with replies, and the counters of the worker.
+"""
 
 import random
 from collections import Counter

@@ -1,4 +1,7 @@
-"""References, backward passes and shutdowns in seeded schedules, on links that break between living workers."""
+"""References, backward passes and shutdowns on links that break.
+
+The links break between living workers, in seeded schedules.
+"""
 
 import dataclasses
 import random

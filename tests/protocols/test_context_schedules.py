@@ -1,4 +1,4 @@
-"""Autograd contexts of simulated workers, with links that break between living workers, and restarts.
+"""Autograd contexts on links that break, and with workers that restart.
 
 Invariants: a context ends on every worker once its root has left it or is lost, also if a request begins it again; its
 root never begins it again.

@@ -1,4 +1,6 @@
-"""The log of a group in seeded schedules: workers that join, leave, die, restart and read the log late.
+"""The log of a group in seeded schedules.
+
+Workers join, leave, die, restart and read the log late.
 
 An entry may be written after another has made it void: its writer has read an earlier epoch.
 """
