@@ -191,3 +191,16 @@ def test_tensors_sent_to_a_lost_worker_are_freed() -> None:
     assert {lost, kept} == set(context.sends)
     contexts.peer_lost(1)
     assert set(context.sends) == {kept}
+
+
+def test_requests_of_an_ended_session_are_not_announced_in_the_next() -> None:
+    announced: list[int] = []
+    contexts = Contexts(
+        2, 0, lambda peer, message: announced.append(peer), lambda context, why: None, lambda ends: True
+    )
+    context = contexts.on_request(1, 0, connection=0)  # of worker 0
+    assert context is not None
+    for peer in (0, 1):
+        contexts.on_send(context, peer, (), request=True)
+    contexts.peer_lost(0)
+    assert announced == [1]

@@ -186,11 +186,13 @@ class Contexts:
                 requests = context.requests_received.pop(peer, 0)
                 orphan = not is_root and requests and not context.requests_received
                 (ending if orphan or context.id >> ID_BITS == peer else remaining).append(context)
+        for context in [*ending, *remaining]:
+            with context.lock:
+                context.requests_sent.pop(peer, None)  # not announced: the next session does not count them
         for context in ending:
             self.end(context, f"worker {peer} is lost")
         for context in remaining:
             with context.lock:
-                context.requests_sent.pop(peer, None)
                 messages = [message for message, sent in context.sends.items() if sent.peer == peer]
                 dropped = [context.sends.pop(message) for message in messages]
             del dropped
