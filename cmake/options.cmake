@@ -11,10 +11,11 @@ find_package(Threads REQUIRED)
 
 add_library(telegrad_options INTERFACE)
 target_include_directories(telegrad_options INTERFACE ${PROJECT_SOURCE_DIR}/csrc)
-target_compile_options(telegrad_options INTERFACE -Wall -Wextra -Wshadow=local -Wnon-virtual-dtor -Woverloaded-virtual
+target_compile_options(telegrad_options INTERFACE -Wall -Wextra -Wnon-virtual-dtor -Woverloaded-virtual
                                                 -Wno-missing-field-initializers) # designated initializers leave the rest at its default
 target_link_libraries(telegrad_options INTERFACE Threads::Threads)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  target_compile_options(telegrad_options INTERFACE -Wshadow=local)
   # False alarms on std::string in g++ 12 (GCC bug 105651).
   target_compile_options(telegrad_options INTERFACE -Wno-restrict)
 endif()
@@ -33,6 +34,9 @@ if(TELEGRAD_SANITIZE)
   target_compile_options(telegrad_options INTERFACE -fsanitize=${TELEGRAD_SANITIZE} -fno-sanitize-recover=all
                                                     -fno-omit-frame-pointer)
   target_link_options(telegrad_options INTERFACE -fsanitize=${TELEGRAD_SANITIZE})
+endif()
+if(TELEGRAD_BUILD_FUZZERS)
+  target_compile_options(telegrad_options INTERFACE -fsanitize=fuzzer-no-link)
 endif()
 
 if(TELEGRAD_LTO AND NOT TELEGRAD_SANITIZE)

@@ -26,3 +26,16 @@ foreach(source IN LISTS test_sources)
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES TIMEOUT 120)
 endforeach()
+
+# The kept inputs of the fuzzers (csrc/fuzz, tools/fuzz.sh) run here without libFuzzer; those of the fuzzers that embed
+# Python run in tests/serialize/test_fuzzed_inputs.py.
+telegrad_glob(fuzz_sources fuzz)
+telegrad_filter_openssl(fuzz_sources)
+list(FILTER fuzz_sources INCLUDE REGEX "/fuzz/[a-z_]+_fuzz(_openssl)?\\.cc$")
+foreach(source IN LISTS fuzz_sources)
+  string(REGEX REPLACE "^.*/([a-z_]+)_fuzz(_openssl)?\\.cc$" "\\1" target ${source})
+  add_executable(${target}_replay ${source} ${PROJECT_SOURCE_DIR}/csrc/fuzz/replay.cc)
+  target_link_libraries(${target}_replay PRIVATE telegrad_core)
+  add_test(NAME fuzz_${target} COMMAND ${target}_replay ${PROJECT_SOURCE_DIR}/csrc/fuzz/corpus/${target})
+  set_tests_properties(fuzz_${target} PROPERTIES TIMEOUT 120)
+endforeach()

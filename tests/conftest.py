@@ -7,12 +7,15 @@ import gc
 import logging
 import multiprocessing
 import signal
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from telegrad import _core
 from telegrad.testing import Cluster, assert_quiescent, cluster
+from telegrad.worker.serving.thread_pool import ThreadPool
 
 # Processes forked from one that has no threads and has imported everything start in milliseconds.
 multiprocessing.get_context("forkserver").set_forkserver_preload(["telegrad.rpc", "telegrad.testing"])
@@ -65,6 +68,28 @@ def clean(two: Cluster) -> Iterator[Cluster]:
     yield two
     for worker in two:
         assert_quiescent(worker)
+
+
+@pytest.fixture
+def busy_threads() -> Callable[[Cluster], set[threading.Thread]]:
+    """Return a function that finds the threads of this process that are in use.
+
+    Pools grow when they like, and so does each worker start its event loop and its timers: a count of all threads
+    depends on what ran before. Left out are pool threads that wait for work, and the loops and timers.
+    """
+
+    def find(group: Cluster) -> set[threading.Thread]:
+        own = {f"telegrad-{worker.info.name}-{what}" for worker in group for what in ("loop", "timers")}
+        pools = {thread for worker in group for thread in worker._worker.pool.threads()}
+        frames = sys._current_frames()
+        free = {
+            thread
+            for thread in pools
+            if thread.ident in frames and frames[thread.ident].f_code is ThreadPool._serve.__code__
+        }
+        return {thread for thread in threading.enumerate() if thread not in free and thread.name not in own}
+
+    return find
 
 
 @pytest.fixture

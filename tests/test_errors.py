@@ -18,6 +18,8 @@ EXAMPLES = [
     errors.SerializationError("cannot pickle"),
     errors.DeviceNotMapped("on cuda:0"),
     errors.MessageTooLarge("of 5 GiB"),
+    errors.PickleRefused("of type object"),
+    errors.NotExposed("w1", "os.system", "Expose it."),
     errors.ReceiverOutOfMemory("for 5 GiB"),
     errors.StreamError("the stream was closed"),
     errors.ShutdownTimeout(3, ("w1", "w2")),

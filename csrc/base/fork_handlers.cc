@@ -2,7 +2,7 @@
 
 #include <pthread.h>
 
-#include <ranges>
+#include <iterator>
 #include <vector>
 
 namespace telegrad {
@@ -35,9 +35,10 @@ void before() {
 
 void after(void (ForkHandler::*run)()) {
   for (std::mutex* m : registry().leaves) m->unlock();
-  for (Level& level : registry().levels | std::views::reverse) {
+  for (int i = static_cast<int>(std::size(registry().levels)); i-- > 0;) {
+    Level& level = registry().levels[i];
     for (ForkHandler* h : level.handlers) (h->*run)();
-    if (run == &ForkHandler::after_fork_in_child && &level == registry().levels) level.handlers.clear();
+    if (run == &ForkHandler::after_fork_in_child && i == 0) level.handlers.clear();
     level.mutex.unlock();
   }
 }

@@ -52,6 +52,7 @@ int Codec::traverse(visitproc visit, void* arg) const {
     Py_VISIT(known.pack.ptr());
     Py_VISIT(known.unpack.ptr());
   }
+  Py_VISIT(too_many_.ptr());
   return tensors_.traverse(visit, arg);
 }
 
@@ -59,6 +60,7 @@ void Codec::clear() {
   // Moved out first: dropping a callable may run code that uses this codec.
   const std::vector<Extension> gone = std::move(extensions_);
   extensions_.clear();
+  too_many_.reset();
   tensors_.clear();
 }
 

@@ -37,7 +37,13 @@ enum class Mode : std::uint8_t {
 /// Not thread-safe on its own: the GIL guards it. Reentrant, because packing may encode another message.
 class Codec {
  public:
-  Codec(TensorBridge tensors, int max_depth) : tensors_(std::move(tensors)), max_depth_(max_depth) {}
+  /// `max_objects`: of a decoded value, in units of 64 bytes. `too_many`: class of the exception for more, which is
+  /// made from the name of the option and a text.
+  Codec(TensorBridge tensors, int max_depth, std::uint64_t max_objects, nb::object too_many)
+      : tensors_(std::move(tensors)),
+        too_many_(std::move(too_many)),
+        max_depth_(max_depth),
+        max_objects_(max_objects) {}
 
   void add_extension(Extension extension);  // throws nb::value_error
   EncodeStatus encode(PyObject* object, Encoded& out) const;
@@ -54,6 +60,15 @@ class Codec {
 
   const TensorBridge& tensors() const { return tensors_; }
   int max_depth() const { return max_depth_; }
+  std::uint64_t max_objects() const { return max_objects_; }
+  const nb::object& too_many() const { return too_many_; }
+  /// Records how many objects a decoded value had, for `most_objects`.
+  void count_objects(std::uint64_t objects) const {
+    if (objects > most_objects_) most_objects_ = objects;
+  }
+  std::uint64_t most_objects() const { return most_objects_; }
+  void count_refused() const { ++refused_; }
+  std::uint64_t refused() const { return refused_; }
   const Extension* extension_of(const PyObject* object) const;
   const Extension* extension_of_code(std::uint64_t code) const;
 
@@ -62,8 +77,11 @@ class Codec {
 
  private:
   TensorBridge tensors_;
+  nb::object too_many_;
   std::vector<Extension> extensions_;  // few: a scan is faster than a hash
   int max_depth_;
+  std::uint64_t max_objects_;
+  mutable std::uint64_t most_objects_ = 0, refused_ = 0;
 };
 
 /// Returns the ValueError subclass for malformed bytes; a borrowed reference, created on first use.

@@ -51,7 +51,23 @@ PyObject* Decoder::run() {
   nb::object result = nb::steal(value(in, 1));
   if (!result) return nullptr;
   if (in.left()) return malformed("it has bytes after its end");
+  codec_.count_objects(objects_);
   return result.release().ptr();
+}
+
+/// Counts objects before they are made. Returns false, with an error, if they are too many.
+bool Decoder::count_objects(std::uint64_t count) {
+  objects_ += count;
+  if (objects_ <= codec_.max_objects()) [[likely]]
+    return true;
+  codec_.count_refused();
+  const nb::object args = nb::steal(
+      Py_BuildValue("(sN)", "max_objects",
+                    PyUnicode_FromFormat("max_objects: a message has more than %llu objects. Send its data as tensors "
+                                         "or arrays, or in parts, or raise the option at the receiver.",
+                                         static_cast<unsigned long long>(codec_.max_objects()))));
+  if (args) PyErr_SetObject(codec_.too_many().ptr(), args.ptr());
+  return false;
 }
 
 bool Decoder::tables(Reader in) {
@@ -59,12 +75,14 @@ bool Decoder::tables(Reader in) {
   if (!in.varint(count)) return is_malformed(kCut);
   if (count > in.left() / kMinTensorBytes) return is_malformed("a count beyond its size");
   tensors_.reserve(count);
+  if (!count_objects(count * kObjectsPerTensor)) return false;
   while (count--)
     if (!tensor(in)) return false;
   if (!to_wrap_.empty() && !wrap()) return false;
 
   if (!in.varint(count)) return is_malformed(kCut);
   if (count > in.left() / kMinExtensionBytes) return is_malformed("a count beyond its size");
+  if (!count_objects(count)) return false;
   extensions_.resize(count);
   while (count--)
     if (!extension(in)) return false;
@@ -209,6 +227,7 @@ PyObject* Decoder::value(Reader& in, int depth) {
 PyObject* Decoder::sequence(Reader& in, std::uint64_t count, int depth, bool is_tuple) {
   if (depth > codec_.max_depth()) return malformed("it is nested too deeply");
   if (count > in.left() / kMinValueBytes) return malformed("a count beyond its size");
+  if (!count_objects(count)) return nullptr;
   const auto n = static_cast<Py_ssize_t>(count);
   nb::object result = nb::steal(is_tuple ? PyTuple_New(n) : PyList_New(n));
   if (!result) return nullptr;
@@ -226,6 +245,7 @@ PyObject* Decoder::sequence(Reader& in, std::uint64_t count, int depth, bool is_
 PyObject* Decoder::dict(Reader& in, std::uint64_t count, int depth) {
   if (depth > codec_.max_depth()) return malformed("it is nested too deeply");
   if (count > in.left() / (2 * kMinValueBytes)) return malformed("a count beyond its size");
+  if (!count_objects(2 * count)) return nullptr;
   nb::object result = nb::steal(PyDict_New());
   if (!result) return nullptr;
   while (count--) {

@@ -19,6 +19,7 @@ class Decoder {
   PyObject* run();  // a new reference; nullptr with a Python error set, as for all methods below
 
  private:
+  bool count_objects(std::uint64_t count);
   bool tables(Reader in);
   bool tensor(Reader& in);
   bool wrap();
@@ -31,6 +32,7 @@ class Decoder {
   PyObject* reference(const std::vector<nb::object>& table, std::uint64_t number);
 
   const Codec& codec_;
+  std::uint64_t objects_ = 1;  // of the value, in units of 64 bytes
   std::string_view body_;
   std::span<SegmentMemory> segments_;
   PyObject* wrap_;  // borrowed; may be null

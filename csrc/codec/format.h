@@ -66,6 +66,10 @@ enum TensorFlags : std::uint8_t {
 
 inline constexpr int kMaxTensorDims = 64;  // torch's own limit
 
+/// Objects of a decoded value, in units of 64 bytes: a value that takes one byte here may be an object of that size. A
+/// tensor is much larger.
+inline constexpr std::uint64_t kMaxObjects = std::uint64_t{32} << 20, kObjectsPerTensor = 16;
+
 /// Least size of a value in the body. Counts are checked against it before memory is reserved.
 inline constexpr std::size_t kMinValueBytes = 1, kMinTensorBytes = 3, kMinExtensionBytes = 3;
 

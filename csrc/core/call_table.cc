@@ -95,6 +95,10 @@ WorkItem CallTable::end_async(std::uint64_t id, Completion&& completion, Release
 void CallTable::close_call(std::uint64_t id, bool replied, Released& released) {
   Call* call = slab_.find(id);
   if (call->target) released.push_back(std::move(call->target));
+  if (!replied && !call->is_async) {
+    const ConnectionPtr c = parts_.peers.find_connection(call->connection);
+    if (c && c->resumes) c->link->resumable()->release(id, released);
+  }
   if (call->keep_alive) {
     const bool ended = call->status != CallStatus::kPending && call->status != CallStatus::kTimedOut &&
                        call->status != CallStatus::kCanceled;
@@ -167,6 +171,8 @@ void CallTable::complete_replies(const ConnectionPtr& c) {
   {
     Lock lock(parts_.mutex);
     for (Incoming& m : unprocessed_replies_) on_reply(c, std::move(m), released);
+    if (std::exchange(frees_request_, false)) [[unlikely]]
+      parts_.leader.notify_progress();
   }
   unprocessed_replies_.clear();
 }

@@ -82,8 +82,11 @@ class CallTable {
 
   // ---- replies. Leader only.
 
-  /// Queues a reply of the read in progress.
-  void add_reply(Incoming&& m) { unprocessed_replies_.push_back(std::move(m)); }
+  /// Queues a reply of the read in progress. `frees_request`: callers may wait until the peer admits one more request.
+  void add_reply(Incoming&& m, bool frees_request) {
+    unprocessed_replies_.push_back(std::move(m));
+    frees_request_ = frees_request_ || frees_request;
+  }
   /// Processes the queued replies under one lock.
   void process_replies(const ConnectionPtr& c) EXCLUDES(engine_mutex) {
     if (!unprocessed_replies_.empty()) complete_replies(c);
@@ -131,6 +134,7 @@ class CallTable {
   std::vector<WaitSet*> wait_sets_ GUARDED_BY(engine_mutex);
   std::uint64_t replies_ GUARDED_BY(engine_mutex) = 0;
   std::vector<Incoming> unprocessed_replies_;  // leader only
+  bool frees_request_ = false;                 // leader only
 };
 
 }  // namespace telegrad

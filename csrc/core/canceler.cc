@@ -78,7 +78,10 @@ void Canceler::park(const WorkItem& request) {
 }
 
 Canceler::Detached& Canceler::detach(const Key& key, bool deferred) {
-  Detached& request = detached_[key];
+  const auto [found, added] = detached_.try_emplace(key);
+  Detached& request = found->second;
+  if (!added && !request.deferred) --parked_;
+  if (!deferred) ++parked_;
   request.deferred = deferred;
   if (RunningRequest* running = parts_.queue.find_running(key.first, key.second)) {
     request.canceled = running->canceled;
@@ -98,8 +101,13 @@ bool Canceler::is_canceled(std::uint64_t connection, std::uint64_t call) const {
 }
 
 void Canceler::on_reply(std::uint64_t connection, std::uint64_t call) {
-  if (!detached_.empty()) [[unlikely]]
-    detached_.erase({connection, call});
+  if (!detached_.empty()) [[unlikely]] {
+    const auto found = detached_.find({connection, call});
+    if (found != detached_.end()) {
+      if (!found->second.deferred) --parked_;
+      detached_.erase(found);
+    }
+  }
   parts_.queue.end_request(connection, call);
 }
 

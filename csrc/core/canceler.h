@@ -59,6 +59,8 @@ class Canceler {
   void on_reply(std::uint64_t connection, std::uint64_t call) REQUIRES(engine_mutex);
   /// Returns the number of detached requests.
   std::size_t detached() const REQUIRES(engine_mutex) { return detached_.size(); }
+  /// Returns how many of them wait for their inputs.
+  std::size_t parked() const REQUIRES(engine_mutex) { return parked_; }
   void describe(Snapshot& out) const REQUIRES(engine_mutex);  // snapshot.cc
   /// Returns nothing if the request is not detached.
   std::optional<RequestSnapshot> find(std::uint64_t connection, std::uint64_t call) const REQUIRES(engine_mutex);
@@ -83,6 +85,7 @@ class Canceler {
   EngineParts& parts_;
   std::unordered_map<std::uint64_t, CancelReason> reasons_;  // by call; leader only
   std::map<Key, Detached> detached_ GUARDED_BY(engine_mutex);
+  std::size_t parked_ GUARDED_BY(engine_mutex) = 0;
 };
 
 /// Makes a kCancel, or a kCallState (then `tag` is a CallState).

@@ -9,7 +9,9 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/delivery_order.h"
 #include "core/handshake.h"
+#include "core/resumption.h"
 #include "core/silence.h"
 #include "core/transport.h"
 
@@ -39,6 +41,20 @@ class BurstDetector {
   int length_ = 0;
 };
 
+/// Messages that wait for a link, sent in their order. Under the connection's send_mutex, except `flushed`.
+struct SendQueue {
+  struct Entry {
+    std::unique_ptr<Outgoing> message;
+    std::uint64_t number;  // counted over both queues of the connection
+  };
+  std::deque<Entry> entries;
+  std::uint64_t queued = 0;                // messages that have been queued,
+  std::atomic<std::uint64_t> flushed = 0;  // and sent
+
+  bool empty() const { return entries.empty(); }
+  Outgoing& front() const { return *entries.front().message; }
+};
+
 struct Connection;
 using ConnectionPtr = std::shared_ptr<Connection>;
 
@@ -60,39 +76,62 @@ struct Connection {
   bool user_checked = false;          // `Engine::objection` has checked the peer that this end connected to
   std::atomic<bool> goodbye = false;  // the peer has announced its end
   std::unordered_map<std::uint32_t, std::shared_ptr<const Name>> names;
+  std::uint64_t name_bytes = 0;  // of their texts
 
   std::atomic<OfferAnswer> answer = OfferAnswer::kAccept;  // of the acceptor, if it has refused this connection
 
   // Written once, before the state becomes kOpen.
   std::int32_t peer = -1;
-  Limits limits;  // of messages to the peer
+  Limits limits;                    // of messages to the peer
+  std::uint32_t max_in_flight = 0;  // requests without a reply that both ends admit
+  bool resumes = false;             // its session outlives the present connection of the link
 
   // Under the engine's mutex.
   Nanos handshake_deadline = kNever;
   std::string source;                   // see Link::source; of accepted connections
   std::atomic<bool> displaced = false;  // to be closed, because too many others have been accepted
   bool timed_out = false;               // it has missed `handshake_deadline`
+  bool overfull = false;                // to be closed, because far too much is queued for the peer (send_mutex)
   bool was_open = false;                // it has been a connection to `peer`, whatever the state is now
   bool superseded = false;              // another connection is, or becomes, the session
   Silence silence{0};                   // of the peer
   ConnectionPtr lane_of;                // connection for which this end has initiated a lane
+  bool is_local = false;                // the peer is a process of this host
 
-  // Sending, under send_mutex. Messages are sent in the order of the queue; `flushed` counts those sent.
+  // See peers_resume.cc.
+  Resumption resumption;
+  std::string broken;         // why the link's connection has broken, if it is suspended
+  Nanos attempt_at = kNever;  // when to try again
+  bool dialing = false;       // an attempt begins: `next_link` is about to be set
+  ConnectionPtr next_link;    // the attempt under way
+  ConnectionPtr continues;    // of an attempt: the session
+
+  // Sending, under send_mutex.
   std::mutex send_mutex;
-  std::deque<std::unique_ptr<Outgoing>> queue;
+  std::atomic<int> waiting_senders = 0;  // threads that wait for send_mutex; not guarded by it
+  SendQueue queue;
+  SendQueue overtaking;  // messages that overtake a large one in `queue`
+  std::uint64_t next_entry = 0;
+  std::size_t queued_large = 0;  // large messages in `queue`
+  DeliveryOrder order;           // of the messages in `queue`
   std::vector<bool> names_sent;
+  std::uint64_t name_bytes_sent = 0;  // of their texts
   bool watching_writable = false;
-  BurstDetector burst;       // of asynchronous requests
-  std::size_t buffered = 0;  // messages in the link's buffer
-  bool coalescing = false;   // it is in the engine's list of such connections
-  std::uint64_t queued = 0;
-  std::atomic<std::uint64_t> flushed = 0;
+  BurstDetector burst;                           // of asynchronous requests
+  std::size_t buffered = 0;                      // messages in the link's buffer
+  bool coalescing = false;                       // it is in the engine's list of such connections
   std::atomic<std::uint64_t> progress = 0;       // grows whenever the link sends more of the queue
-  std::atomic<std::int64_t> unsent_replies = 0;  // bytes of replies in the queue
+  std::atomic<std::int64_t> unsent_replies = 0;  // bytes of replies in the queues,
+  std::atomic<std::int64_t> large_reply = 0;     // and of the large one that is being sent
+  std::atomic<std::int64_t> kept_bytes = 0;      // of messages in the queues that no thread waits for,
+  std::atomic<std::int64_t> forced_bytes = 0;    // and of those among them that were not admitted
   std::atomic<bool> stalled = false;             // the peer has not read for a while: no thread waits for it
 
   // Flow control: request bytes sent that the peer has not processed; bytes processed but not yet reported to the peer.
   std::atomic<std::int64_t> outstanding = 0;
+  std::atomic<std::int64_t> large_unsent = 0;  // part of `outstanding`: of large requests not sent completely
+  std::atomic<std::int64_t> in_flight = 0;     // requests sent that the peer has not answered
+  std::atomic<std::int64_t> unanswered = 0;    // requests of the peer that this worker has not answered
   std::atomic<std::int64_t> credit_due = 0;
   std::atomic<std::int64_t> over_window = 0;          // request bytes sent without waiting since the window closed
   std::atomic<bool> window_warning_logged = false;    // a warning about these has been logged
@@ -102,7 +141,8 @@ struct Connection {
 
 /// State of a message that waits for a connection. Under the engine's mutex.
 struct PendingSend {
-  std::shared_ptr<Connection> connection;  // in the queue of this connection
+  std::shared_ptr<Connection> connection;
+  SendQueue* queue = nullptr;  // in this queue of the connection
   std::uint64_t ticket = 0;
   bool done = false;     // sent or dropped
   bool expired = false;  // its call has stopped waiting for a connection, but the message is still to be sent

@@ -38,7 +38,11 @@ Detector::Findings Detector::on_timer(Nanos at) {
       if (c->state != Connection::State::kOpen) continue;
       const std::uint64_t life = c->link->received_bytes() + c->progress.load(std::memory_order_relaxed);
       const Silence::Verdict verdict = c->silence.check(at, life, reads);
-      if (verdict == Silence::Verdict::kPing) findings.silent.push_back(c);
+      const bool again = verdict == Silence::Verdict::kPingAgain;
+      if ((verdict == Silence::Verdict::kPing || again) && !c->resumption.is_suspended()) {
+        findings.silent.push_back(c);
+        if (again) findings.overdue.push_back(c);
+      }
       if (verdict == Silence::Verdict::kRead) findings.must_read = true;
       if (verdict == Silence::Verdict::kLost) findings.lost.emplace_back(c, at - c->silence.since());
     }
@@ -58,12 +62,16 @@ void Detector::act(const Findings& findings) {
     ping->header.type = FrameType::kPing;
     parts_.sender.transmit(c, std::move(ping));
   }
+  for (const ConnectionPtr& c : findings.overdue) parts_.peers.renew(c);
   for (const auto& [c, silence] : findings.lost) {
     const bool remote = !c->link->source().empty();
+    const std::string broken = parts_.peers.why_suspended(*c);
+    const std::string cause = broken.empty()
+                                  ? "): it is stopped or overloaded, or the network between the two has failed"
+                                  : "), and could not be reached again after its connection had broken: " + broken;
     parts_.peers.close_connection(c, "it gave no sign of life for " + seconds(silence) + " (option " +
                                          (remote ? "heartbeat: " : "local_heartbeat: ") +
-                                         seconds(c->silence.interval()) +
-                                         "): it is stopped or overloaded, or the network between the two has failed");
+                                         seconds(c->silence.interval()) + cause);
   }
   if (findings.must_read) parts_.leader.interrupt_poll();
 }

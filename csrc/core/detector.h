@@ -27,6 +27,7 @@ class Detector {
   /// Actions to take while the mutex is not held.
   struct Findings {
     std::vector<ConnectionPtr> silent;                  // to be sent a ping
+    std::vector<ConnectionPtr> overdue;                 // to get another connection, if their session allows it
     std::vector<std::pair<ConnectionPtr, Nanos>> lost;  // and for how long they have been silent
     bool must_read = false;                             // the links
   };

@@ -46,7 +46,7 @@ void Engine::stop(Nanos timeout) {
     for (const auto& [token, c] : parts_.peers.connections()) open.push_back(c);
   }
   for (auto& c : open) {
-    if (c->state != Connection::State::kOpen) continue;
+    if (c->state != Connection::State::kOpen || parts_.peers.is_suspended(*c)) continue;
     auto m = std::make_unique<Outgoing>();
     m->header.type = FrameType::kGoodbye;
     Transmission p{.connection = c};
@@ -104,9 +104,11 @@ void Engine::on_timer(Lock& lock) {
   parts_.leader.on_timer(at);
   parts_.sender.release_held();
   parts_.queue.on_timer(at);
+  const auto overfull = parts_.overload.take_overfull();
   const bool trims = trim_is_due(at);
+  const Nanos trim_age = trims && parts_.budget->take_short() ? kShortTrimAge : kTrimInterval;
   if (trims) {
-    parts_.buffers->trim(at - kTrimInterval);
+    parts_.buffers->trim(at - trim_age);
     for (const auto& [token, c] : parts_.peers.connections()) lenders.push_back(c);
   }
   parts_.timer.arm(parts_.calls.next_deadline());
@@ -116,10 +118,11 @@ void Engine::on_timer(Lock& lock) {
   lock.unlock();
   parts_.leader.read_for_timer();
   parts_.detector.act(findings);
+  for (const auto& [c, why] : overfull) parts_.peers.close_connection(c, why);
   for (const SentCall& call : expired) parts_.calls.send_cancel(call, CancelReason::kExpired, {});
   if (flushes) parts_.sender.flush_coalesced();
-  if (trims) parts_.multicast_arena->trim(at - kTrimInterval);
-  for (const auto& c : lenders) c->link->trim(at - kTrimInterval);
+  if (trims) parts_.multicast_arena->trim(at - trim_age);
+  for (const auto& c : lenders) c->link->trim(at - trim_age);
   released.clear();
 }
 

@@ -8,6 +8,7 @@
 //     CallTable   pending calls, completions and wait sets
 //     Canceler    cancellation of requests of peers
 //     Sender      queues, flow control, coalescing
+//     Overload    limits of what the worker keeps at the same time
 //     Peers       connections, handshakes, lanes, loss
 //     Timer       when something is due
 //
@@ -58,11 +59,16 @@ class Engine final : public ForkHandler {
   /// Opens a listener and returns the address for peers. Throws std::system_error.
   std::string listen(const std::string& address) { return parts_.peers.listen(address); }
   void set_peer(PeerAddress peer) { parts_.peers.set_peer(std::move(peer)); }
-  /// Closes all connections to the peer. Its calls fail with kPeerLost, and a peer event is queued.
-  void remove_peer(std::int32_t id, const std::string& why) { parts_.peers.remove_peer(id, why); }
+  /// Closes all connections to the peer. Its calls fail with kPeerLost, and a peer event is queued. Does nothing to a
+  /// newer incarnation than the given one.
+  void remove_peer(std::int32_t id, const std::string& why, std::uint64_t incarnation = kAnyIncarnation) {
+    parts_.peers.remove_peer(id, why, incarnation);
+  }
   /// Closes all connections to the peer after a goodbye. Its calls fail with kPeerLost; no peer event is queued. The id
-  /// may be given to another worker afterwards.
-  void disconnect(std::int32_t id, const std::string& why) { parts_.peers.disconnect(id, why); }
+  /// may be given to another worker afterwards. Does nothing to a newer incarnation than the given one.
+  void disconnect(std::int32_t id, const std::string& why, std::uint64_t incarnation = kAnyIncarnation) {
+    parts_.peers.disconnect(id, why, incarnation);
+  }
 
   /// Reports that an event of a session with the peer (kPeerLost, kPeerLeft, kPeerBack) has been processed. The next
   /// session with the peer opens after all of them.
@@ -144,6 +150,11 @@ class Engine final : public ForkHandler {
   bool detach(std::uint64_t connection, std::uint64_t call, bool deferred) {
     return parts_.canceler.detach(connection, call, deferred);
   }
+  /// Returns the number of requests that wait for their inputs.
+  std::size_t parked() const {
+    Lock lock(parts_.mutex);
+    return parts_.canceler.parked();
+  }
   /// Returns whether a request has been canceled; false once it has been answered.
   bool is_canceled(std::uint64_t connection, std::uint64_t call) const {
     return parts_.canceler.is_canceled(connection, call);
@@ -194,6 +205,7 @@ class Engine final : public ForkHandler {
   void after_fork_in_child() override NO_THREAD_SAFETY_ANALYSIS;
 
  private:
+  bool wait_for_room(std::int32_t peer, std::int64_t size, const CallOptions& o) EXCLUDES(engine_mutex);
   void ensure_completion(std::uint64_t id, const CallOptions& o);
   void on_timer(Lock& lock) NO_THREAD_SAFETY_ANALYSIS;
   bool trim_is_due(Nanos at) REQUIRES(engine_mutex);

@@ -30,34 +30,32 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     }
     if (connection && parts_.sender.reject_oversized(*connection, id, *m, released)) return id;
     size = weight(m->payload_size());  // `reject_oversized` may have removed the content
-    if (connection && parts_.sender.window_open(*connection, size)) {
-      straight = true;
-      parts_.calls.find(id)->connection = connection->id;
+    straight = connection && parts_.sender.window_open(*connection, size);
+    if (!straight || !parts_.overload.is_light(*connection, o)) {
+      if (parts_.overload.reject(id, peer, size, *m, o, released)) return id;
+      size = weight(m->payload_size());
     }
+    if (straight) parts_.calls.find(id)->connection = connection->id;
   }
   m->header.type = FrameType::kRequest;
   m->header.call_id = id;
+  m->header.depth = o.depth;
   m->deadline = o.deadline;
+  m->stable = o.waits;
   stamp_timeout(*m, at);
   if (o.nested) m->header.flags |= kNested;
+  m->admitted = !(m->header.flags & kLeftOut);
 
-  if (connection && !straight) {
-    if (o.nested || o.never_wait) {
-      parts_.sender.count_over_window(*connection, peer, size);
-    } else {
-      parts_.sender.send_window(connection);
-      Waiter w;
-      const WaitEnd end = parts_.leader.wait_for(
-          WaitFor::kProgress, w,
-          [&] {
-            return parts_.sender.window_open(*connection, size) || connection->state == Connection::State::kClosed;
-          },
-          o.deadline, o.interrupted);
+  if (!straight) {
+    if (!o.nested && !o.never_wait) {
+      const bool has_room = wait_for_room(peer, size, o);
       stamp_timeout(*m, now());
-      if (end == WaitEnd::kDeadline || end == WaitEnd::kInterrupted) {  // the call is not made
+      if (!has_room) {  // the call is not made
         Lock lock(parts_.mutex);
         parts_.calls.complete(id, Completion{.status = CallStatus::kTimedOut, .why = "waiting"}, released);
       }
+    } else if (connection) {
+      parts_.sender.count_over_window(*connection, peer, size);
     }
   }
   const bool borrowed = !m->segments.empty() && !m->immutable;
@@ -70,6 +68,27 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     parts_.sender.wait_until_sent(peer, p, o.deadline, o.interrupted);
   if (async) ensure_completion(id, o);
   return id;
+}
+
+/// Waits until the peer has room for a request. Returns false if the deadline has passed, or the wait was interrupted.
+bool Engine::wait_for_room(std::int32_t peer, std::int64_t size, const CallOptions& o) {
+  WaitEnd end = WaitEnd::kDone;
+  while (end == WaitEnd::kDone) {
+    ConnectionPtr connection;
+    {
+      Lock lock(parts_.mutex);
+      if (parts_.overload.has_room(peer, size)) return true;
+      connection = parts_.peers.find(peer)->connection;
+    }
+    if (connection) parts_.sender.send_window(connection);
+    Waiter w;
+    const auto may_have_room = [&]() REQUIRES(engine_mutex) {
+      const Peer* found = parts_.peers.find(peer);
+      return !found || found->connection != connection || parts_.overload.has_room(peer, size);
+    };
+    end = parts_.leader.wait_for(WaitFor::kProgress, w, may_have_room, o.deadline, o.interrupted);
+  }
+  return end == WaitEnd::kStopped;
 }
 
 /// Ensures that an asynchronous call completes, though no thread may wait for it.
@@ -96,14 +115,18 @@ bool Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr
     if (!c) return false;  // the caller has disconnected
     more = parts_.queue.has_requests();
   }
+  c->unanswered.fetch_sub(1, std::memory_order_relaxed);
   m->header.type = FrameType::kReply;
   m->header.call_id = call;
   if (!fits(*m, c->limits)) {
     leave_out(*m, LeftOut::kTooLarge, over_limits(*m, c->limits, c->handshake.peer().name));
   }
+  std::int64_t size = weight(m->payload_size());
+  if (parts_.overload.check_reply(*c, size, *m)) [[unlikely]]
+    size = weight(m->payload_size());
+  m->admitted = size >= static_cast<std::int64_t>(kAlwaysTaken);
   PoolThread* self = may_wait && !m->segments.empty() && !c->stalled ? parts_.queue.this_thread() : nullptr;
   Transmission p{.copy = !self, .may_coalesce = more, .before_blocking = &before_blocking, .connection = c};
-  const std::int64_t size = weight(m->payload_size());
   if (p.copy && size > kLargePayload) p.copied_owner = copy_payload(*m);
   const SendResult result = parts_.sender.transmit(c, m, p);
   parts_.sender.check_reply_window(c, size);

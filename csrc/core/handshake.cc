@@ -30,7 +30,9 @@ class Writer {
   Writer& offer(const SessionOffer& o) {
     return number(o.number).number(static_cast<std::uint8_t>(o.previous.mine)).number(o.previous.number);
   }
-  Writer& limits(const Limits& l) { return number(l.body).number(l.message).number(l.segments).number(l.name); }
+  Writer& limits(const Limits& l) {
+    return number(l.body).number(l.message).number(l.segments).number(l.name).number(l.requests);
+  }
   std::string done() { return std::move(out_); }
 
  private:
@@ -81,6 +83,7 @@ class Reader {
     l.message = number<std::uint64_t>();
     l.segments = number<std::uint32_t>();
     l.name = number<std::uint32_t>();
+    l.requests = number<std::uint32_t>();
     return l;
   }
   bool finished() const { return good_ && in_.empty(); }
@@ -123,12 +126,12 @@ constexpr std::string_view kRefusedByPeer =
 }  // namespace
 
 Handshake Handshake::initiate(const HandshakeConfig& config, const Identity& target, const SessionOffer& offer,
-                              std::string link) {
+                              Purpose purpose, std::string link) {
   Handshake h(config);
   h.initiator_ = true;
   h.peer_ = target;
   h.offer_ = offer;
-  h.for_lane_ = !link.empty();
+  h.purpose_ = purpose;
   h.link_ = std::move(link);
   return h;
 }
@@ -144,7 +147,9 @@ Handshake::Step Handshake::begin() {
                .text(nonce())
                .limits(config_->limits)
                .number(config_->lanes)
+               .number(static_cast<std::uint8_t>(config_->resume))
                .offer(offer_)
+               .number(purpose_)
                .text(link_)
                .done();
   state_ = State::kSentHello;
@@ -158,10 +163,7 @@ Handshake::Step Handshake::on_frame(FrameType type, std::string_view body) {
   if (state_ == State::kSentChallenge && type == FrameType::kProof) return on_proof(body);
   if (state_ == State::kSentProof && type == FrameType::kAnswer) return on_answer(body);
   if (state_ == State::kSentAnswer && type == FrameType::kConfirm) return on_confirm(body);
-  if (state_ == State::kSentConfirm && type == FrameType::kWelcome) {
-    open();
-    return {.open = true};
-  }
+  if (state_ == State::kSentConfirm && type == FrameType::kWelcome) return on_welcome(body);
   return fail("a frame out of order in the handshake (type " + std::to_string(static_cast<int>(type)) + ")");
 }
 
@@ -178,10 +180,12 @@ Handshake::Step Handshake::on_hello(std::string_view body) {
   const std::string their_nonce = in.text();
   limits_ = in.limits();
   lanes_ = std::min(in.number<std::uint32_t>(), config_->lanes);
+  resumes_ = in.number<std::uint8_t>() != 0 && config_->resume;
   offer_ = in.offer();
+  purpose_ = in.number<Purpose>();
   link_ = in.text();
-  for_lane_ = !link_.empty();
-  if (!in.finished() || their_nonce.size() != kNonce) return refuse_unauthenticated("a malformed greeting");
+  const bool good = purpose_ <= Purpose::kResume && link_.empty() == (purpose_ == Purpose::kSession);
+  if (!in.finished() || !good || their_nonce.size() != kNonce) return refuse_unauthenticated("a malformed greeting");
   if (group != config_->group) return refuse_unauthenticated("it belongs to another group");
   const std::string mine = nonce();
   transcript_ = Writer().text(body).text(mine).done();
@@ -207,11 +211,17 @@ Handshake::Step Handshake::on_proof(std::string_view body) {
   const Identity& me = config_->me;
   if (wanted_.id != me.id || wanted_.name != me.name ||
       (wanted_.incarnation != 0 && wanted_.incarnation != me.incarnation)) {
-    return refuse(OfferAnswer::kAccept, "worker " + printable(wanted_.name) + " (id " + std::to_string(wanted_.id) +
-                                            ") is not at this address, which belongs to " + me.name + " (id " +
-                                            std::to_string(me.id) + ")");
+    const OfferAnswer answer = purpose_ == Purpose::kResume ? OfferAnswer::kEnded : OfferAnswer::kAccept;
+    return refuse(answer, "worker " + printable(wanted_.name) + " (id " + std::to_string(wanted_.id) +
+                              ") is not at this address, which belongs to " + me.name + " (id " +
+                              std::to_string(me.id) + ")");
   }
-  const std::string mine = Writer().identity(me).limits(config_->limits).number(config_->lanes).done();
+  const std::string mine = Writer()
+                               .identity(me)
+                               .limits(config_->limits)
+                               .number(config_->lanes)
+                               .number(static_cast<std::uint8_t>(config_->resume))
+                               .done();
   transcript_ = Writer().text(transcript_).text(mine).done();
   state_ = State::kSentAnswer;
   return {.send = FrameType::kAnswer, .body = Writer().text(mine).text(mac("acceptor", transcript_)).done()};
@@ -225,6 +235,7 @@ Handshake::Step Handshake::on_answer(std::string_view body) {
   const Identity peer = fields.identity();
   limits_ = fields.limits();
   lanes_ = std::min(fields.number<std::uint32_t>(), config_->lanes);
+  resumes_ = fields.number<std::uint8_t>() != 0 && config_->resume;
   if (!in.finished() || !fields.finished()) return refuse_unauthenticated("a malformed answer");
   transcript_ = Writer().text(transcript_).text(theirs).done();
   if (!equal_in_constant_time(proof, mac("acceptor", transcript_)))
@@ -238,26 +249,37 @@ Handshake::Step Handshake::on_answer(std::string_view body) {
 
 Handshake::Step Handshake::on_confirm(std::string_view body) {
   Reader in(body);
+  received_ = in.number<std::uint64_t>();
   const std::string proof = in.text();
   if (!in.finished()) return refuse_unauthenticated("a malformed confirmation");
+  transcript_ = Writer().text(transcript_).number(received_).done();
   if (!equal_in_constant_time(proof, mac("confirm", transcript_)))
     return refuse_unauthenticated(std::string(kWrongSecret));
   state_ = State::kProven;
   return {.proven = true};
 }
 
-Handshake::Step Handshake::proceed() {
+Handshake::Step Handshake::on_welcome(std::string_view body) {
+  Reader in(body);
+  received_ = in.number<std::uint64_t>();
+  if (!in.finished()) return fail("a malformed welcome");
+  open();
+  return {.open = true};
+}
+
+Handshake::Step Handshake::proceed(std::uint64_t received) {
   if (!initiator_) {
     open();
-    return {.send = FrameType::kWelcome, .open = true};
+    return {.send = FrameType::kWelcome, .body = Writer().number(received).done(), .open = true};
   }
   state_ = State::kSentConfirm;
-  return {.send = FrameType::kConfirm, .body = Writer().text(mac("confirm", transcript_)).done()};
+  transcript_ = Writer().text(transcript_).number(received).done();
+  return {.send = FrameType::kConfirm, .body = Writer().number(received).text(mac("confirm", transcript_)).done()};
 }
 
 void Handshake::open() {
   state_ = State::kOpen;
-  if (!for_lane_) link_ = mac("link", transcript_);
+  if (purpose_ == Purpose::kSession) link_ = mac("link", transcript_);
 }
 
 Handshake::Step Handshake::refuse(OfferAnswer answer, std::string why) {

@@ -1,12 +1,12 @@
 // Mutual authentication of two workers, before any other frame is processed.
 //
 //     initiator                               acceptor
-//     HELLO      version, group, me, you, nonce, limits, lanes, offer, link ->
+//     HELLO      version, group, me, you, nonce, limits, lanes, resume, offer, purpose, link ->
 //                <- CHALLENGE   nonce
 //     PROOF      mac("initiator" + HELLO + CHALLENGE) ->
-//                <- ANSWER      me, limits, lanes, mac("acceptor" + HELLO + CHALLENGE + all of these)
-//     CONFIRM    mac("confirm" + HELLO + CHALLENGE + ANSWER) ->
-//                <- WELCOME
+//                <- ANSWER      me, limits, lanes, resume, mac("acceptor" + HELLO + CHALLENGE + all of these)
+//     CONFIRM    received, mac("confirm" + HELLO + CHALLENGE + ANSWER + received) ->
+//                <- WELCOME     received
 //
 // The initiator proves itself first: an unauthenticated peer gets a nonce, and no mac with which it could search for
 // the secret. Either end may answer REFUSE. One that has not proven itself gets the word kRefused and nothing else; the
@@ -18,9 +18,10 @@
 // Both ends send their limits for received messages (core/limits.h); senders observe them.
 //
 // Both ends send the highest number of lanes per link; the lower number is used. The mac also derives a name of the
-// link that only the two ends know (`link`). A connection that is to become a lane has a handshake of its own and
-// sends the name of its link in HELLO. This proves the identity of its peer and its link. A pure state machine:
-// bytes in, bytes out.
+// link that only the two ends know (`link`). A connection that is to become a lane of a link, or to continue it after
+// its connection has broken, has a handshake of its own and sends the name of the link in HELLO. This proves the
+// identity of its peer and its link. To continue a link, both ends send how many of its messages have arrived
+// (`received`, else 0). Links are continued if both ends want it (`resume`). A pure state machine: bytes in, bytes out.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +36,8 @@ namespace telegrad {
 
 inline constexpr std::string_view kRefused = "refused";  // the reason that an unauthenticated peer gets
 
+inline constexpr std::uint64_t kAnyIncarnation = ~std::uint64_t{0};  // as an upper limit
+
 struct Identity {
   std::int32_t id = -1;
   std::string name;
@@ -47,6 +50,14 @@ struct HandshakeConfig {  // this worker's part of every handshake
   std::string secret;
   Limits limits;            // of messages to this worker
   std::uint32_t lanes = 1;  // connections of one link, at most
+  bool resume = false;      // a link outlives its connection, if the peer wants it too
+};
+
+/// The use of a connection.
+enum class Purpose : std::uint8_t {
+  kSession,  // a link of its own, which may become the session of the two workers
+  kLane,     // a lane of a link
+  kResume,   // the continuation of a link
 };
 
 class Handshake {
@@ -59,16 +70,18 @@ class Handshake {
     std::string failed;   // not empty: the reason for which the link must be closed
   };
 
-  /// Makes the initiating side of a connection to `target`. `link`: the link for which this is to become a lane.
+  /// Makes the initiating side of a connection to `target`. `link`: the name of an earlier link, unless the purpose is
+  /// a session.
   static Handshake initiate(const HandshakeConfig& config, const Identity& target, const SessionOffer& offer,
-                            std::string link = {});
+                            Purpose purpose = Purpose::kSession, std::string link = {});
   static Handshake accept(const HandshakeConfig& config);
 
   /// Initiator only: the first frame.
   Step begin();
   Step on_frame(FrameType type, std::string_view body);
-  /// After `proven`: the initiator confirms, the acceptor opens the connection.
-  Step proceed();
+  /// After `proven`: the initiator confirms, the acceptor opens the connection. `received`: the messages that have
+  /// arrived, to continue a link.
+  Step proceed(std::uint64_t received = 0);
   /// Rejects the other end, which has proven itself, and gives it the reason.
   Step refuse(OfferAnswer answer, std::string why);
 
@@ -83,9 +96,15 @@ class Handshake {
   /// Returns how many connections the link may have, including this one.
   std::uint32_t lanes() const { return lanes_; }
   /// Returns the name of the link, which only both ends can compute because it needs the secret. A lane (`for_lane`)
-  /// has the name of its link.
+  /// or a continuation has the name of its link.
   const std::string& link() const { return link_; }
-  bool for_lane() const { return for_lane_; }
+  Purpose purpose() const { return purpose_; }
+  bool for_lane() const { return purpose_ == Purpose::kLane; }
+  /// Returns whether both ends want links to outlive their connections; valid once proven.
+  bool resumes() const { return resumes_; }
+  /// Returns how many messages of a continued link have arrived at the other end; valid once open, at the acceptor once
+  /// proven.
+  std::uint64_t received() const { return received_; }
 
  private:
   enum class State {
@@ -106,6 +125,7 @@ class Handshake {
   Step on_proof(std::string_view body);
   Step on_answer(std::string_view body);
   Step on_confirm(std::string_view body);
+  Step on_welcome(std::string_view body);
   Step on_refuse(std::string_view body);
   Step refuse_unauthenticated(std::string why);
   Step fail(std::string why);
@@ -124,7 +144,9 @@ class Handshake {
   SessionOffer offer_;
   OfferAnswer answer_ = OfferAnswer::kAccept;
   std::string link_;
-  bool for_lane_ = false;
+  Purpose purpose_ = Purpose::kSession;
+  bool resumes_ = false;
+  std::uint64_t received_ = 0;
 };
 
 }  // namespace telegrad

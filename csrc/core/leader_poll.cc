@@ -29,6 +29,18 @@ void set_no_memory_error(Incoming& m, const std::string& worker, BufferPool& buf
   std::memcpy(m.body->data(), text.data(), text.size());
 }
 
+/// Records a name of the peer. Returns false if it has too many.
+bool define_name(Connection& c, std::uint32_t id, std::string text) {
+  if (id > kTransientName) return false;
+  std::shared_ptr<const Name>& name = c.names[id];
+  if (name && name->text == text) return true;
+  c.name_bytes += text.size();
+  if (name) c.name_bytes -= name->text.size();
+  if (c.name_bytes > kMaxNameBytes + Limits{}.name) return false;
+  name = std::make_shared<const Name>(Name{std::move(text), nullptr});
+  return true;
+}
+
 }  // namespace
 
 /// Busy polls the connection on which the leader is about to wait, so that the peer need not wake it.
@@ -188,7 +200,7 @@ bool Leader::read_from(const ConnectionPtr& c) {
     for (const ConnectionPtr& other : parts_.peers.take_new_lane_links()) read_from(other);
   }
   if (state == ReceiveState::kBroken) {
-    parts_.peers.close_connection(c, c->link->error());
+    parts_.peers.on_broken(c);
     return true;
   }
   if (state == ReceiveState::kToSend) parts_.sender.flush(c);
@@ -238,19 +250,28 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
   }
   std::shared_ptr<const Name> name;
   if (const std::uint32_t id = m.header.name_id) {
-    if (!m.name.empty()) {
-      c->names[id] = std::make_shared<const Name>(Name{std::move(m.name), nullptr});
+    if (!m.name.empty() && !define_name(*c, id, std::move(m.name))) {
+      return parts_.peers.close_connection(c, "it defined more than " + std::to_string(kMaxNames) + " names, or " +
+                                                  std::to_string(kMaxNameBytes) + " bytes of names");
     }
     auto found = c->names.find(id);
     if (found == c->names.end()) return parts_.peers.close_connection(c, "it used a name that it never defined");
     name = found->second;
   }
   if (m.discarded > 0) set_no_memory_error(m, parts_.settings.handshake.me.name, *parts_.buffers);
-  if (type == FrameType::kReply) return parts_.calls.add_reply(std::move(m));
+  if (type == FrameType::kReply) {
+    const std::int64_t before = c->in_flight.fetch_sub(1, std::memory_order_relaxed);
+    return parts_.calls.add_reply(std::move(m), before >= c->max_in_flight);
+  }
   parts_.calls.process_replies(c);  // process messages in the order of arrival
   switch (type) {
     case FrameType::kRequest:
     case FrameType::kOneway: {
+      if (type == FrameType::kRequest) {
+        if (!parts_.overload.count_request(*c)) [[unlikely]]
+          return parts_.peers.close_connection(c, parts_.overload.flood_reason());
+        parts_.overload.check_depth(m);
+      }
       WorkItem item;
       item.kind = type == FrameType::kRequest ? WorkKind::kRequest : WorkKind::kOneway;
       item.peer = c->peer;

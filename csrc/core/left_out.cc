@@ -1,5 +1,6 @@
 #include "core/left_out.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace telegrad {
@@ -57,11 +58,12 @@ void leave_out(Outgoing& m, LeftOut why, std::string_view text) {
   m.body = m.reason;
 }
 
-void leave_out(Incoming& m, LeftOut why, BufferPool& buffers) {
+void leave_out(Incoming& m, LeftOut why, BufferPool& buffers, std::string_view text) {
   discard(m, m.payload_size());
   m.header.flags |= kLeftOut;
-  m.body = buffers.allocate(1);
+  m.body = buffers.allocate(1 + text.size());
   m.body->data()[0] = static_cast<std::byte>(why);
+  std::copy_n(reinterpret_cast<const std::byte*>(text.data()), text.size(), m.body->data() + 1);
 }
 
 void discard(Incoming& m, std::uint64_t bytes) {

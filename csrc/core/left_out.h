@@ -39,7 +39,7 @@ inline bool may_leave_out(const FrameHeader& request) {
 void leave_out(Outgoing& message, LeftOut why, std::string_view text);
 
 /// Removes the content of an arrived request that will not run; the reason and the trailer remain.
-void leave_out(Incoming& request, LeftOut why, BufferPool& buffers);
+void leave_out(Incoming& request, LeftOut why, BufferPool& buffers, std::string_view text = {});
 
 /// Returns whether a reply says that the deadline of the request passed before it ran.
 inline bool has_expired(const Incoming& reply) {

@@ -25,7 +25,7 @@ namespace telegrad {
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 inline constexpr std::uint32_t kMagic = 0x31524754;  // "TGR1"
-inline constexpr std::uint32_t kProtocolVersion = 8;
+inline constexpr std::uint32_t kProtocolVersion = 9;
 
 enum class FrameType : std::uint8_t {
   kHello = 1,      // handshake, initiator: own identity, wanted identity, nonce
@@ -40,11 +40,12 @@ enum class FrameType : std::uint8_t {
   kOneway = 18,     // never answered
   kCredit = 19,     // carries only `credit`, and in call_id the window of a sender that waits
   kGoodbye = 20,    // orderly end of stream
-  kFragment = 21,   // fragment of a message that is striped over several lanes; see transports/tcp/laned_link.h
+  kFragment = 21,   // part of a large message; see transports/fragments/fragments.h
   kCancel = 22,     // ends the request with this call_id; `tag` is a CancelReason
   kCallState = 23,  // answers a kCancel with kExpired: `tag` is the CallState of the request
   kPing = 24,       // asks for a sign of life
   kPong = 25,       // answers a kPing at once
+  kAck = 26,        // call_id: how many messages have arrived; see transports/tcp/resumable_link.h
 };
 
 /// Reason for a kCancel.
@@ -63,6 +64,9 @@ enum class CallState : std::uint8_t {
 };
 
 inline bool is_handshake(FrameType t) { return t <= FrameType::kConfirm; }
+
+/// Returns whether a frame has a number: the count of such frames before it on its connection.
+inline bool is_numbered(FrameType t) { return !is_handshake(t) && t != FrameType::kFragment && t != FrameType::kAck; }
 
 enum FrameFlags : std::uint16_t {
   kNested = wire::Flag::kNested,  // the request was made inside a handler: it always finds a thread
@@ -86,7 +90,7 @@ struct FrameHeader {
   std::uint32_t name_size = 0;  // bytes of the name's definition; 0 once the receiver knows the id
   std::uint64_t body_size = 0;
   std::uint32_t segment_count = 0;
-  std::uint32_t reserved = 0;
+  std::uint32_t depth = 0;  // requests: of nested calls, 0 for a call that no handler made
   std::uint64_t call_id = 0;
   std::int64_t timeout = 0;  // requests: nanoseconds left; 0: no limit. Fragments: offset in the message
   std::uint64_t credit = 0;  // request bytes that the sender of this frame has processed since its last frame
@@ -97,6 +101,9 @@ struct SegmentHeader {
   std::uint64_t size = 0;
   std::uint64_t lease = 0;  // 0: the bytes follow in the frame; else the transport's lease says where they reside
 };
+
+/// Lease of a segment whose bytes follow the frame in fragments.
+inline constexpr std::uint64_t kFragmented = 1;
 static_assert(sizeof(SegmentHeader) == 16);
 
 /// Owner of the memory of an outgoing message. Destroyed on any thread, while no lock of the core is held.
@@ -121,9 +128,15 @@ struct Outgoing {
   std::unique_ptr<KeepAlive> owner;
   Nanos deadline = kNever;                    // of a request
   std::int64_t epoch = kAnyEpoch;             // of the layer above: not sent after the end of its session
+  bool admitted = false;                      // the send queue had room for it, or its thread waits: see overload.h
   bool immutable = false;                     // no other thread can change its bytes: see `copy_payload`
-  bool fragmented = false;                    // by the link: its segments are sent as fragments, in any order
-  std::int64_t queued_weight = 0;             // what it counts against the reply window while it is queued
+  bool stable = false;                        // its bytes do not change while its call waits: see Resumable::release
+  bool fragmented = false;                    // by the link: segments with the lease kFragmented are sent in any order
+  bool large = false;                         // see Link::is_large
+  bool prepared = false;                      // its name and its credit are final, because sending has begun
+  std::int64_t queued_weight = 0;             // what it counts against the reply window while it is queued,
+  std::int64_t kept_weight = 0;               // and against the send queue, once no thread waits for it
+  std::int64_t request_weight = 0;            // of a large request: what it counts as unsent while it is queued
   std::shared_ptr<PendingSend> pending_send;  // state of a message that waits for a connection
   std::string reason;                         // the body of a message without content (kLeftOut)
 
@@ -146,9 +159,10 @@ inline void stamp_timeout(Outgoing& m, Nanos at) {
   if (m.deadline != kNever) m.header.timeout = std::max<Nanos>(m.deadline - at, 1);
 }
 
-/// Copies the unsent bytes into memory of the message itself, so that the sender may change the original. Not while the
-/// link sends the message. Returns the owner of the original memory, to be released while no lock is held. Returns null
-/// if nothing was borrowed, or if there is no memory for a copy; then the original stays in use.
+/// Copies the name, the body and the segments into memory of the message itself, so that the sender may change the
+/// original. Not while the link sends the message. Returns the owner of the original memory, to be released while no
+/// lock is held. Returns null if nothing was borrowed, or if there is no memory for a copy; then the original stays in
+/// use.
 std::unique_ptr<KeepAlive> copy_payload(Outgoing& message);
 
 /// Returns the bytes that a request counts against the peer's window.
@@ -157,6 +171,7 @@ inline std::int64_t weight(std::uint64_t payload) { return static_cast<std::int6
 /// A complete received message.
 struct Incoming {
   FrameHeader header;
+  std::uint64_t number = 0;  // of a frame on a byte stream, see `is_numbered`
   std::string name;
   BlockPtr body;  // null when empty
   std::vector<BlockPtr> segments;

@@ -75,6 +75,7 @@ void Peers::set_peer(PeerAddress address) {
     Peer& peer = add_peer(address.identity.id);
     const std::uint64_t incarnation = address.identity.incarnation;
     if (incarnation != 0 && incarnation < peer.agreement.incarnation()) return;  // news that are out of date
+    peer.newest = std::max(peer.newest, incarnation);
     if (peer.agreement.incarnation() != 0 && incarnation > peer.agreement.incarnation()) {
       for (auto& [token, c] : connections_) {
         if (c->peer == address.identity.id) older.push_back(c);
@@ -90,18 +91,18 @@ void Peers::set_peer(PeerAddress address) {
   peer.identity = std::move(address.identity);
   peer.addresses = std::move(address.addresses);
   peer.next_address = 0;
-  peer.removed = false;
+  mark_present(peer);
   retry(lock, peer);  // the dial was to the older one
 }
 
-void Peers::remove_peer(std::int32_t id, const std::string& why) {
+void Peers::remove_peer(std::int32_t id, const std::string& why, std::uint64_t incarnation) {
   Released released;
   std::vector<ConnectionPtr> links;
   {
     Lock lock(parts_.mutex);
     auto found = peers_.find(id);
-    if (found == peers_.end()) return;
-    found->second.removed = true;
+    if (found == peers_.end() || found->second.identity.incarnation > incarnation) return;
+    mark_removed(id, found->second);
     found->second.last_error = why;
     for (auto& [token, c] : connections_) {
       if (c->peer == id) links.push_back(c);
@@ -111,10 +112,12 @@ void Peers::remove_peer(std::int32_t id, const std::string& why) {
   for (auto& c : links) close_connection(c, why);
 }
 
-void Peers::disconnect(std::int32_t id, const std::string& why) {
+void Peers::disconnect(std::int32_t id, const std::string& why, std::uint64_t incarnation) {
   std::vector<ConnectionPtr> open;
   {
     Lock lock(parts_.mutex);
+    const Peer* const peer = find(id);
+    if (!peer || peer->identity.incarnation > incarnation) return;
     for (auto& [token, c] : connections_) {
       if (c->peer == id && c->state == Connection::State::kOpen) open.push_back(c);
     }
@@ -125,7 +128,7 @@ void Peers::disconnect(std::int32_t id, const std::string& why) {
     m->header.type = FrameType::kGoodbye;
     parts_.sender.transmit(c, std::move(m));  // if it cannot be sent at once, the peer sees a lost connection
   }
-  remove_peer(id, why);
+  remove_peer(id, why, incarnation);
 }
 
 // ---- connecting
@@ -156,10 +159,13 @@ void Peers::connect(Lock& lock, Peer& peer) {
       const Handshake::Step hello = handshake.begin();
       auto c = add_connection(std::move(link), std::move(handshake), true);
       c->peer = peer.identity.id;
+      c->link->set_peer_name(peer.identity.name);
       peer.dial = c;
+      ++peer.held;
       lock.unlock();
       parts_.sender.transmit(c, frame(hello));  // the leader is notified of a failure
       lock.lock();
+      --peer.held;
       if (!parts_.leader.exists()) parts_.leader.watch_links();
       return;
     } catch (const std::system_error& e) {
@@ -178,16 +184,18 @@ void Peers::connect(Lock& lock, Peer& peer) {
     return arm_timer(peer.retry_at);
   }
   unreachable(peer, peer.last_error, released);
+  ++peer.held;
   lock.unlock();
   released.clear();
   lock.lock();
+  --peer.held;
 }
 
 /// Fails all messages that wait for a connection, because the peer is unreachable or removed.
 void Peers::unreachable(Peer& peer, const std::string& why, Released& released) {
   peer.connecting = false;
   peer.retry_at = kNever;
-  auto pending = std::exchange(peer.pending, {});
+  auto pending = peer.pending.take();
   for (auto& w : pending) fail_pending(std::move(w), why, released);
   const bool announced = std::exchange(peer.announced, false);
   if ((announced || !pending.empty()) && !peer.connection && !peer.removed && !parts_.is_stopping()) {
@@ -195,6 +203,24 @@ void Peers::unreachable(Peer& peer, const std::string& why, Released& released) 
     push_session_event(EventKind::kPeerLost, peer, peer.identity, why);
   }
   parts_.leader.notify_progress();
+}
+
+void Peers::give_up(Peer& peer, const std::string& why, Released& released) {
+  peer.last_error = why;
+  unreachable(peer, why, released);
+  parts_.queue.wake_for_work();
+}
+
+std::size_t Peers::most_pending() const {
+  std::size_t most = 0;
+  for (const auto& [id, peer] : peers_) most = std::max(most, peer.pending.size());
+  return most;
+}
+
+std::int64_t Peers::most_pending_bytes() const {
+  std::int64_t most = 0;
+  for (const auto& [id, peer] : peers_) most = std::max(most, peer.pending.kept_bytes());
+  return most;
 }
 
 /// Drops a message that will not be sent.
@@ -216,20 +242,16 @@ void Peers::fail_pending(PendingMessage&& pending, const std::string& why, Relea
 /// Fails calls that have waited for a connection for connect_timeout. The peer may still be alive, so messages that
 /// must be delivered stay queued, until the peer has been silent for as long as the failure detector allows.
 void Peers::expire_pending(Peer& peer, Nanos at, Released& released) {
-  std::deque<PendingMessage> expired;
   bool any = false, lost = false;
   const std::string why = "no connection to worker " + peer.identity.name + " within connect_timeout: " +
                           (peer.last_error.empty() ? "it does not answer" : peer.last_error);
-  std::erase_if(peer.pending, [&](PendingMessage& w) REQUIRES(engine_mutex) {
+  auto expired = peer.pending.take_if([&](PendingMessage& w) REQUIRES(engine_mutex) {
     if (w.until > at) {
       arm_timer(w.until);
       return false;
     }
     any = true;
-    if (!(w.message->header.flags & kMustDeliver)) {
-      expired.push_back(std::move(w));
-      return true;
-    }
+    if (!(w.message->header.flags & kMustDeliver)) return true;
     if (std::exchange(w.expired, true)) {
       lost = true;
       return false;
@@ -261,10 +283,16 @@ void Peers::on_timer(Lock& lock, Nanos at) {
 }
 
 void Peers::run_timer(Lock& lock, Nanos at) {
-  std::vector<ConnectionPtr> expired;
+  std::vector<ConnectionPtr> expired, attempts;
   Released released;
   timer_at_ = kNever;
   for (auto& [token, c] : connections_) {
+    if (c->attempt_at <= at) {
+      c->attempt_at = kNever;
+      attempts.push_back(c);
+    } else if (c->attempt_at != kNever) {
+      arm_timer(c->attempt_at);
+    }
     if (c->state != Connection::State::kHandshaking) continue;
     if (c->handshake_deadline <= at) {
       c->timed_out = true;
@@ -282,9 +310,10 @@ void Peers::run_timer(Lock& lock, Nanos at) {
       arm_timer(peer.retry_at);
     }
   }
-  if (expired.empty() && released.empty()) return;
+  if (expired.empty() && attempts.empty() && released.empty()) return;
   lock.unlock();
   released.clear();
+  for (auto& c : attempts) attempt(c);
   for (auto& c : expired) close_connection(c, "the handshake took too long");
   lock.lock();
 }
@@ -323,17 +352,22 @@ void Peers::on_goodbye(const Connection& c) {
 
 void Peers::close_connection(const ConnectionPtr& c, std::string why) {
   Released released;
-  std::deque<std::unique_ptr<Outgoing>> unsent;
+  std::deque<SendQueue::Entry> unsent, overtaking;
   std::vector<ConnectionPtr> closed;
+  ConnectionPtr next;  // attempt to continue the session
   {
     Lock lock(parts_.mutex);
     if (connections_.erase(c->id) == 0) return;  // the first report of the end has the reason
+    next = std::move(c->next_link);
   }
   parts_.leader.mark_closed(*c);
   c->link->close();
   {
     std::lock_guard lock(c->send_mutex);
-    unsent = std::exchange(c->queue, {});
+    unsent = std::exchange(c->queue.entries, {});
+    overtaking = std::exchange(c->overtaking.entries, {});
+    c->queued_large = 0;
+    c->order = {};
   }
   {
     Lock lock(parts_.mutex);
@@ -349,11 +383,15 @@ void Peers::close_connection(const ConnectionPtr& c, std::string why) {
           "the connection was closed without a goodbye: its process died or was killed, or it closed the connection "
           "and logged why";
     }
+    // Whatever the connection was for: the peer knows a newer process of this worker's name.
+    if (c->initiator && c->answer == OfferAnswer::kStale) push_event(EventKind::kReplaced, c->handshake.peer(), why);
     if (!was_open) {
       if (!c->initiator) {
         stop_opening(lock, c);
         // Do not log peers that connect and close at once: they may have been shut down.
         if (!parts_.is_stopping() && !gone && !c->superseded) log_rejected(*c->link, c->source, why, c->displaced);
+      } else if (c->continues) {
+        if (c->continues->next_link == c) c->continues->next_link.reset();
       } else if (c->lane_of) {
         if (!parts_.is_stopping() && c->lane_of->state == Connection::State::kOpen)
           parts_.queue.log("no further lane to " + c->link->describe() + ": " + why);
@@ -380,6 +418,8 @@ void Peers::close_connection(const ConnectionPtr& c, std::string why) {
     }
     parts_.leader.interrupt_poll();
   }
+  if (next) close_connection(next, "");
+  if (c->continues && c->initiator) on_next_link_failed(c, why);
 }
 
 }  // namespace telegrad

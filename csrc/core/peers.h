@@ -43,13 +43,16 @@ struct Peer {
   bool may_recover = false;  // an address tried in this round may still succeed
   Nanos retry_after = 0;     // pause before the next round
   Nanos retry_at = kNever;
-  bool removed = false;
+  bool removed = false;       // no member: see Peers::mark_removed
+  std::uint64_t removal = 0;  // its number, if it is removed
+  int held = 0;               // threads that use it while they have released the mutex
   bool was_lost = false;
   bool announced = false;  // kPeerBack has been queued, but the session has not begun: it begins, or the peer is lost
   std::string last_error;
-  std::deque<PendingMessage> pending;  // messages that wait for a connection
+  PendingMessages pending;
 
   SessionAgreement agreement;
+  std::uint64_t newest = 0;           // incarnation, also while the sessions of older ones end
   ConnectionPtr connection;           // open: the session
   ConnectionPtr dial;                 // the connection that this end initiates
   ConnectionPtr connection_to_open;   // accepted; its welcome is being sent
@@ -76,8 +79,8 @@ class Peers {
 
   std::string listen(const std::string& address) EXCLUDES(engine_mutex);
   void set_peer(PeerAddress peer) EXCLUDES(engine_mutex);
-  void remove_peer(std::int32_t id, const std::string& why) EXCLUDES(engine_mutex);
-  void disconnect(std::int32_t id, const std::string& why) EXCLUDES(engine_mutex);
+  void remove_peer(std::int32_t id, const std::string& why, std::uint64_t incarnation) EXCLUDES(engine_mutex);
+  void disconnect(std::int32_t id, const std::string& why, std::uint64_t incarnation) EXCLUDES(engine_mutex);
   void acknowledge(std::int32_t id) EXCLUDES(engine_mutex);
   void set_epoch(std::int32_t id, std::int64_t epoch) EXCLUDES(engine_mutex);
   std::int64_t epoch_of(std::int32_t id) const EXCLUDES(engine_mutex);
@@ -96,6 +99,14 @@ class Peers {
   /// Returns whether a message waits for a connection that is being made.
   bool has_pending() const REQUIRES(engine_mutex);
   void describe(Snapshot& out) const REQUIRES(engine_mutex);  // snapshot.cc
+  /// Gives up a peer without a connection: fails the messages that wait for it.
+  void give_up(Peer& peer, const std::string& why, Released& released) REQUIRES(engine_mutex);
+  /// Returns the number of peers that are not removed.
+  std::size_t count() const REQUIRES(engine_mutex) { return peers_.size() - removed_.size(); }
+  /// Returns the greatest number of messages that wait for a connection to one peer.
+  std::size_t most_pending() const REQUIRES(engine_mutex);
+  /// Returns the same of the bytes that count against the send queue.
+  std::int64_t most_pending_bytes() const REQUIRES(engine_mutex);
   /// Fails the messages that wait for a connection, and stops listening, because the engine stops.
   void stop(const std::string& why, Released& released) REQUIRES(engine_mutex);
   void stop_listening() REQUIRES(engine_mutex) { listeners_.clear(); }
@@ -112,6 +123,13 @@ class Peers {
     return connections_;
   }
   bool has_connection(std::uint64_t id) const REQUIRES(engine_mutex) { return connections_.contains(id); }
+  /// Suspends the session of a connection that has broken, or closes the connection. Leader only.
+  void on_broken(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  /// Makes another connection for a session whose peer is silent.
+  void renew(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  bool is_suspended(const Connection& c) const EXCLUDES(engine_mutex);
+  /// Returns why the connection of a suspended session broke; "" if the session is not suspended.
+  std::string why_suspended(const Connection& c) const EXCLUDES(engine_mutex);
   /// Closes a connection. The first report of its end has the reason. Any thread.
   void close_connection(const ConnectionPtr& c, std::string why) EXCLUDES(engine_mutex);
   /// Marks all connections to the peer of `c` for a plain end: the peer may not have sent a goodbye on each.
@@ -157,11 +175,15 @@ class Peers {
   void log_open(const Connection& c, const Peer& peer) REQUIRES(engine_mutex);
   std::deque<PendingMessage> take_pending(const Connection& c, Peer& peer, std::deque<PendingMessage>& dropped,
                                           Released& released) REQUIRES(engine_mutex);
-  bool must_send(const Connection& c, const Peer& peer, Outgoing& m, Released& released) REQUIRES(engine_mutex);
+  bool must_send(const Connection& c, const Peer& peer, std::size_t earlier, Outgoing& m, Released& released)
+      REQUIRES(engine_mutex);
   static std::unique_ptr<Outgoing> frame(const Handshake::Step& step);
 
   // peers_sessions.cc
   Peer& add_peer(std::int32_t id) REQUIRES(engine_mutex);
+  void mark_removed(std::int32_t id, Peer& peer) REQUIRES(engine_mutex);
+  void mark_present(Peer& peer) REQUIRES(engine_mutex);
+  void forget_removed() REQUIRES(engine_mutex);
   bool has_session(const Connection& c) const REQUIRES(engine_mutex);
   void push_event(EventKind kind, const Identity& peer, std::string text = {}) REQUIRES(engine_mutex);
   void push_session_event(EventKind kind, Peer& peer, const Identity& identity, std::string text = {})
@@ -169,6 +191,7 @@ class Peers {
   void on_proven(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   std::optional<Handshake::Step> decide(const ConnectionPtr& c, std::vector<ConnectionPtr>& ended)
       REQUIRES(engine_mutex);
+  static std::optional<Handshake::Step> refuse_older(Handshake& handshake, const Peer& peer) REQUIRES(engine_mutex);
   void stop_opening(Lock& lock, const ConnectionPtr& c) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
   void retry(Lock& lock, Peer& peer) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
   bool begin_session(const ConnectionPtr& c, Peer& peer) REQUIRES(engine_mutex);
@@ -178,11 +201,27 @@ class Peers {
   void open_lane(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   void attach_lane(const ConnectionPtr& lane) EXCLUDES(engine_mutex);
 
+  // peers_resume.cc
+  bool suspend(const ConnectionPtr& c, const std::string& why) EXCLUDES(engine_mutex);
+  std::uint64_t detach_link(Connection& c) REQUIRES(engine_mutex);
+  bool may_attempt(const Connection& c) const REQUIRES(engine_mutex);
+  void attempt(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  void schedule_attempt(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  void dial_again(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  void on_attempt_failed(const ConnectionPtr& c, bool refused) EXCLUDES(engine_mutex);
+  void on_next_link_failed(const ConnectionPtr& next, const std::string& why) EXCLUDES(engine_mutex);
+  void on_resume_proven(const ConnectionPtr& next) EXCLUDES(engine_mutex);
+  ConnectionPtr session_of(const Connection& next) const REQUIRES(engine_mutex);
+  void resume_session(const ConnectionPtr& next) EXCLUDES(engine_mutex);
+
   EngineParts& parts_;
   std::uint64_t next_token_ GUARDED_BY(engine_mutex) = kFirstToken;
   std::unordered_map<std::uint64_t, ConnectionPtr> connections_ GUARDED_BY(engine_mutex);
   std::unordered_map<std::uint64_t, std::shared_ptr<Listener>> listeners_ GUARDED_BY(engine_mutex);
   std::map<std::int32_t, Peer> peers_ GUARDED_BY(engine_mutex);
+  std::map<std::uint64_t, std::int32_t> removed_ GUARDED_BY(engine_mutex);  // ids of removed peers, by `Peer::removal`
+  std::uint64_t removals_ GUARDED_BY(engine_mutex) = 0;
+  bool has_forgotten_ GUARDED_BY(engine_mutex) = false;
   std::vector<ConnectionPtr> resumable_ GUARDED_BY(engine_mutex);  // handshakes to continue
   std::atomic<bool> has_resumable_ = false;
   Nanos timer_at_ GUARDED_BY(engine_mutex) = kNever;   // when a handshake expires or a reconnect is due

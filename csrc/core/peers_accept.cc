@@ -71,7 +71,9 @@ void Peers::accept_from(Listener& listener) {
       const bool own =
           user.kind == PeerCredentials::Kind::kUser;  // same user as this process, else `rejection_reason` rejects it
       displaced = connection_to_displace(own ? std::string() : source, budget.unauthenticated);
-      add_connection(std::move(link), Handshake::accept(parts_.settings.handshake), false)->source = source;
+      const ConnectionPtr c = add_connection(std::move(link), Handshake::accept(parts_.settings.handshake), false);
+      c->source = source;
+      c->is_local = own;
     }
     if (displaced) {
       displaced->displaced = true;

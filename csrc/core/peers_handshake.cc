@@ -1,4 +1,5 @@
 // New connections and their handshakes.
+#include <algorithm>
 #include <utility>
 
 #include "core/engine_parts.h"
@@ -8,11 +9,14 @@
 namespace telegrad {
 
 ConnectionPtr Peers::add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator) {
+  if (parts_.settings.faults) link = add_faults(std::move(link), parts_.settings.faults);
   link->set_limits(kHandshakeLimits);
+  link->set_budget(parts_.budget);
   auto c = std::make_shared<Connection>(next_token_++, std::move(link), std::move(handshake), initiator);
   c->handshake_deadline = now() + parts_.settings.handshake_timeout;
   connections_.emplace(c->id, c);
   parts_.leader.add_fd(c->link->fd(), c->id);
+  if (c->link->lanes_fd() >= 0) parts_.leader.add_fd(c->link->lanes_fd(), c->id | kLanesBit);
   arm_timer(c->handshake_deadline);
   parts_.detector.add(*c);
   return c;
@@ -34,7 +38,9 @@ std::unique_ptr<Outgoing> Peers::frame(const Handshake::Step& step) {
 void Peers::on_handshake(const ConnectionPtr& c, FrameType type, std::string_view body) {
   if (c->state != Connection::State::kHandshaking) return close_connection(c, "it repeated the handshake");
   if (c->initiator && !c->user_checked) {  // accepted connections were checked on arrival
-    if (const auto why = rejection_reason(peer_credentials_of(*c->link))) return close_connection(c, *why);
+    const PeerCredentials user = peer_credentials_of(*c->link);
+    if (const auto why = rejection_reason(user)) return close_connection(c, *why);
+    c->is_local = user.kind == PeerCredentials::Kind::kUser;
     c->user_checked = true;
   }
   Handshake::Step step;
@@ -46,6 +52,7 @@ void Peers::on_handshake(const ConnectionPtr& c, FrameType type, std::string_vie
   c->answer = c->handshake.answer();
   if (step.proven) {
     const std::string& name = c->handshake.peer().name;
+    c->link->set_peer_name(name);
     if (c->link->is_certified_for(name)) return on_proven(c);
     step = c->handshake.refuse(OfferAnswer::kAccept, "the certificate of worker " + name + " has another name");
   }
@@ -58,6 +65,7 @@ void Peers::take_step(const ConnectionPtr& c, const Handshake::Step& step) {
   }
   if (!step.failed.empty()) return close_connection(c, step.failed);
   if (step.open && c->handshake.for_lane()) return attach_lane(c);
+  if (step.open && c->handshake.purpose() == Purpose::kResume) return resume_session(c);
   if (step.open) on_open(c);  // after the welcome, which must be the first frame on the link
 }
 
@@ -80,7 +88,10 @@ void Peers::on_open(const ConnectionPtr& c) {
     c->was_open = true;
     c->peer = remote.id;
     c->limits = c->handshake.limits();
+    c->max_in_flight = std::min(c->limits.requests, parts_.settings.handshake.limits.requests);
     c->link->set_limits(parts_.settings.handshake.limits);
+    c->resumes = with_session && c->handshake.resumes() && c->link->resumable();
+    if (c->resumes) c->link->resumable()->keep();
     if (with_session) log_open(*c, peer);
     if (peer.connection == c) pending = take_pending(*c, peer, dropped, released);
     parts_.leader.notify_progress();
@@ -105,9 +116,12 @@ void Peers::log_open(const Connection& c, const Peer& peer) {
 /// the message is too large, or it belongs to an ended session.
 std::deque<PendingMessage> Peers::take_pending(const Connection& c, Peer& peer, std::deque<PendingMessage>& dropped,
                                                Released& released) {
-  auto pending = std::exchange(peer.pending, {});
+  auto pending = peer.pending.take();
+  std::size_t requests = 0;
   std::erase_if(pending, [&](PendingMessage& w) REQUIRES(engine_mutex) {
-    if (!must_send(c, peer, *w.message, released)) {
+    const bool sends = must_send(c, peer, requests, *w.message, released);
+    if (sends && w.message->header.type == FrameType::kRequest) ++requests;
+    if (!sends) {
       if (w.message->pending_send) w.message->pending_send->done = true;
       dropped.push_back(std::move(w));
       return true;
@@ -117,12 +131,14 @@ std::deque<PendingMessage> Peers::take_pending(const Connection& c, Peer& peer, 
   return pending;
 }
 
-bool Peers::must_send(const Connection& c, const Peer& peer, Outgoing& m, Released& released) {
+/// `earlier`: number of requests that are sent before.
+bool Peers::must_send(const Connection& c, const Peer& peer, std::size_t earlier, Outgoing& m, Released& released) {
   const bool request = m.header.type == FrameType::kRequest;
   const std::uint64_t id = request ? m.header.call_id : 0;
   if (parts_.sender.reject_outdated(peer, id, m, released) || parts_.sender.reject_oversized(c, id, m, released))
     return false;
   if (!request) return true;
+  if (parts_.overload.reject_pending(id, c, earlier, m, released)) return false;
   parts_.calls.set_connection(id, c.id);
   const Call* call = parts_.calls.find(id);
   if (call && call->status == CallStatus::kPending) return true;

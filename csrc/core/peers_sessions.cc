@@ -8,7 +8,36 @@
 namespace telegrad {
 
 Peer& Peers::add_peer(std::int32_t id) {
+  if (!find(id)) forget_removed();
   return peers_.try_emplace(id, parts_.settings.handshake.me.id < id).first->second;
+}
+
+/// Records that a peer is no member, so it does not count as a peer. What is known of it stays for a while: it rejects
+/// the messages and connections of its process.
+void Peers::mark_removed(std::int32_t id, Peer& peer) {
+  if (std::exchange(peer.removed, true)) return;
+  peer.removal = ++removals_;
+  removed_.emplace(peer.removal, id);
+}
+
+void Peers::mark_present(Peer& peer) {
+  if (std::exchange(peer.removed, false)) removed_.erase(peer.removal);
+}
+
+/// Forgets those that were removed first, if more are removed than there may be peers.
+void Peers::forget_removed() {
+  for (auto each = removed_.begin(); each != removed_.end() && removed_.size() > parts_.settings.load.peers;) {
+    const Peer& peer = peers_.at(each->second);
+    const bool used = peer.held > 0 || peer.connection || peer.dial || peer.connection_to_open || peer.connecting ||
+                      peer.unacknowledged > 0 || !peer.proven.empty() || !peer.pending.empty();
+    if (used) {
+      ++each;
+      continue;
+    }
+    peers_.erase(each->second);
+    each = removed_.erase(each);
+    has_forgotten_ = true;
+  }
 }
 
 /// Returns whether the connection takes part in the agreement: lanes and connections of a worker to itself do not.
@@ -46,7 +75,12 @@ void Peers::acknowledge(std::int32_t id) {
 
 void Peers::set_epoch(std::int32_t id, std::int64_t epoch) {
   Lock lock(parts_.mutex);
-  add_peer(id).epoch = epoch;
+  const bool known = find(id) != nullptr;
+  Peer& peer = add_peer(id);
+  peer.epoch = epoch;
+  if (known) return;
+  peer.last_error = "no such worker";
+  mark_removed(id, peer);  // until it is a peer
 }
 
 std::int64_t Peers::epoch_of(std::int32_t id) const {
@@ -74,6 +108,7 @@ void Peers::resume_handshakes() {
 
 /// Continues a handshake in which the peer has proven its identity.
 void Peers::on_proven(const ConnectionPtr& c) {
+  if (c->handshake.purpose() == Purpose::kResume) return on_resume_proven(c);
   std::optional<Handshake::Step> step;
   for (bool again = true; again;) {
     std::vector<ConnectionPtr> ended;
@@ -96,7 +131,11 @@ std::optional<Handshake::Step> Peers::decide(const ConnectionPtr& c, std::vector
   Handshake& handshake = c->handshake;
   const Identity& remote = handshake.peer();
   if (!has_session(*c)) return handshake.proceed();
+  const Peer* const known = find(remote.id);
+  if (const std::string why = known && !known->removed ? "" : parts_.overload.peer_reason(); !why.empty())
+    return handshake.refuse(OfferAnswer::kForeign, why);
   Peer& peer = add_peer(remote.id);
+  if (!known) peer.was_lost = has_forgotten_;  // it may be one of those
   // The id of a removed peer is free for another worker, but not for the same incarnation.
   const bool taken = peer.removed ? peer.identity.incarnation == remote.incarnation
                                   : !peer.identity.name.empty() && peer.identity.name != remote.name;
@@ -105,6 +144,10 @@ std::optional<Handshake::Step> Peers::decide(const ConnectionPtr& c, std::vector
     const std::string why = peer.removed ? id + " is no member any more" : id + " is taken by another name";
     return handshake.refuse(OfferAnswer::kForeign, why);
   }
+  if (!c->initiator) {  // before the peer counts as back
+    if (auto step = refuse_older(handshake, peer)) return step;
+  }
+  peer.newest = std::max(peer.newest, remote.incarnation);
   if (std::exchange(peer.was_lost, false)) {
     peer.announced = true;
     push_session_event(EventKind::kPeerBack, peer, remote);
@@ -129,16 +172,23 @@ std::optional<Handshake::Step> Peers::decide(const ConnectionPtr& c, std::vector
     case OfferAnswer::kAccept:
       break;
     case OfferAnswer::kStale:
-      return handshake.refuse(verdict.answer, "another worker has taken the name " + remote.name);
     case OfferAnswer::kBusy:
     case OfferAnswer::kOutdated:
     case OfferAnswer::kForeign:
+    case OfferAnswer::kEnded:
       c->superseded = true;
       return handshake.refuse(verdict.answer, "another connection of these workers is open or about to open");
   }
   agreement.accept(remote.incarnation, handshake.offer());
   peer.connection_to_open = c;
   return handshake.proceed();
+}
+
+/// Refuses a process if a newer one has its name; null if it is the newest known.
+std::optional<Handshake::Step> Peers::refuse_older(Handshake& handshake, const Peer& peer) {
+  const Identity& remote = handshake.peer();
+  if (remote.incarnation >= std::max(peer.newest, peer.agreement.incarnation())) return std::nullopt;
+  return handshake.refuse(OfferAnswer::kStale, "another worker has taken the name " + remote.name);
 }
 
 /// Makes an open connection the session of its peer. Returns false if it has been given up.
@@ -152,7 +202,7 @@ bool Peers::begin_session(const ConnectionPtr& c, Peer& peer) {
     peer.connection_to_open.reset();
   }
   peer.identity = c->handshake.peer();
-  peer.removed = false;
+  mark_present(peer);
   peer.connection = c;
   peer.announced = false;
   peer.connecting = false;
@@ -166,6 +216,7 @@ void Peers::stop_opening(Lock& lock, const ConnectionPtr& c) {
     if (peer.connection_to_open != c) continue;
     peer.connection_to_open.reset();
     peer.agreement.end();
+    if (peer.identity.name.empty() && !peer.removed) mark_removed(id, peer);  // only its handshake has made it a peer
     return retry(lock, peer);
   }
 }
@@ -185,7 +236,7 @@ void Peers::end_session(const ConnectionPtr& c, Peer& peer, const std::string& w
   if (parts_.is_stopping() || parted) return;
   peer.was_lost = true;
   if (c->goodbye) {  // do not reconnect to this peer; a new worker may get its id
-    peer.removed = true;
+    mark_removed(c->peer, peer);
     peer.last_error = why;
   }
   push_session_event(c->goodbye ? EventKind::kPeerLeft : EventKind::kPeerLost, peer, c->handshake.peer(), why);

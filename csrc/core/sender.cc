@@ -1,6 +1,7 @@
 #include "core/sender.h"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "core/engine_parts.h"
@@ -10,18 +11,9 @@
 namespace telegrad {
 namespace {
 
-void attach_credit(Connection& c, FrameHeader& header) {
-  header.credit = static_cast<std::uint64_t>(c.credit_due.exchange(0, std::memory_order_relaxed));
-}
-
-/// Returns the bytes that a message counts against the reply window.
-std::int64_t reply_weight(const Outgoing& m) {
-  return m.header.type == FrameType::kReply ? weight(m.payload_size()) : 0;
-}
-
 /// Returns whether a queued message has left the queue of its connection.
 bool has_left_queue(const Transmission& p) {
-  return p.connection->flushed.load(std::memory_order_acquire) >= p.ticket ||
+  return p.queue->flushed.load(std::memory_order_acquire) >= p.ticket ||
          p.connection->state == Connection::State::kClosed;
 }
 
@@ -61,8 +53,12 @@ SendResult Sender::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Transm
       }
       const bool wait_for_connection = !id || !pending || call->wait_for_connection;
       const Nanos until = wait_for_connection ? kNever : deadline_after(now(), parts_.settings.connect_timeout);
-      p.pending.push_back({.message = std::move(m), .until = until});
+      p.pending.add({.message = std::move(m), .until = until});
       parts_.peers.arm_timer(until);
+      if (const std::string why = parts_.overload.pending_reason(p); !why.empty()) {
+        parts_.peers.give_up(p, why, released);
+        return SendResult::kQueued;
+      }
       if (!p.connecting) parts_.peers.connect(lock, p);
       return SendResult::kQueued;
     }
@@ -76,7 +72,9 @@ SendResult Sender::transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m
   std::unique_lock lock(c->send_mutex, std::try_to_lock);
   if (!lock) {
     if (p.before_blocking && *p.before_blocking) (*p.before_blocking)();
+    c->waiting_senders.fetch_add(1, std::memory_order_relaxed);
     lock.lock();
+    c->waiting_senders.fetch_sub(1, std::memory_order_relaxed);
   }
   return transmit_locked(c, m, p);
 }
@@ -87,40 +85,46 @@ SendResult Sender::transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing> m)
 }
 
 SendResult Sender::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Transmission& p) {
-  if (m->header.type == FrameType::kRequest) {
-    c->outstanding.fetch_add(weight(m->payload_size()), std::memory_order_relaxed);
+  const bool is_request = m->header.type == FrameType::kRequest;
+  const std::int64_t counted = is_request ? weight(m->payload_size()) : 0;
+  m->large = c->link->is_large(*m);
+  if (is_request) {
+    if (m->large) c->large_unsent.fetch_add(counted, std::memory_order_relaxed);
+    c->outstanding.fetch_add(counted, std::memory_order_relaxed);
+    c->in_flight.fetch_add(1, std::memory_order_relaxed);
   }
   sent_messages_.fetch_add(1, std::memory_order_relaxed);
   if (c->state == Connection::State::kClosed) return SendResult::kBroken;
-  if (const std::uint32_t name = m->header.name_id) {
-    if (c->names_sent.size() <= name) c->names_sent.resize(name + 64);
-    if (c->names_sent[name]) m->name = {};
-    c->names_sent[name] = true;
-  }
-  if (!is_handshake(m->header.type)) attach_credit(*c, m->header);
-  if (c->queue.empty()) {
+  p.queue = c->queued_large > 0 && !m->large && c->order.may_overtake(m->header) ? &c->overtaking : &c->queue;
+  const bool idle = c->queue.empty() && c->overtaking.empty();
+  const bool between = p.queue == &c->overtaking && c->overtaking.empty() && c->queue.front().large;
+  bool blocked = false;
+  if (idle || between) {
+    prepare(*c, *m);
     const bool with_others = c->buffered > 0 && m->header.type != FrameType::kGoodbye;  // a goodbye is flushed at once
-    if ((p.may_coalesce || with_others) && coalesce(c, *m, p.may_coalesce)) return SendResult::kDone;
+    if (idle && (p.may_coalesce || with_others) && coalesce(c, *m, p.may_coalesce)) return SendResult::kDone;
     c->buffered = 0;
-    const SendState state = c->link->send(*m);
+    const SendState state = idle ? c->link->send(*m) : c->link->send_between(*m);
+    if (state == SendState::kSent && m->large) c->large_unsent.fetch_sub(counted, std::memory_order_relaxed);
     if (state == SendState::kSent) return SendResult::kDone;
     if (state == SendState::kBroken) return SendResult::kBroken;
+    blocked = true;
   }
+  if (m->large) m->request_weight = counted;  // `copy_payload` makes the message smaller
   if (p.copy) {
     if (auto copied_owner = copy_payload(*m)) p.copied_owner = std::move(copied_owner);
   }
-  const bool first = c->queue.empty();
-  m->queued_weight = reply_weight(*m);  // `copy_payload` makes the message smaller
-  c->unsent_replies.fetch_add(m->queued_weight, std::memory_order_relaxed);
-  c->queue.push_back(std::move(m));
-  p.ticket = ++c->queued;
-  if (first) watch_writable(*c, c->link->waits_for_fd());
+  enqueue(*c, std::move(m), p);
+  parts_.overload.check_queue(c);
+  // A message in between may wait for acknowledgements, and the large one for the link.
+  if (blocked && (idle || c->link->waits_for_fd())) watch_writable(*c, c->link->waits_for_fd());
   return SendResult::kQueued;
 }
 
+/// Requires the connection's send_mutex. Sends the messages that have waited for the connection.
 void Sender::send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pending) {
   bool any_waits = false;
-  for (auto& [m, until, expired] : pending) {
+  for (auto& [m, until, expired, kept] : pending) {
     const auto pending_send = m->pending_send;
     Transmission p;
     stamp_timeout(*m, now());
@@ -129,6 +133,7 @@ void Sender::send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pe
     Lock lock(parts_.mutex);
     pending_send->done = result != SendResult::kQueued;
     pending_send->connection = c;
+    pending_send->queue = p.queue;
     pending_send->ticket = p.ticket;
     any_waits = true;
   }
@@ -139,24 +144,29 @@ void Sender::send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pe
 
 void Sender::flush(const ConnectionPtr& c) {
   std::vector<std::unique_ptr<Outgoing>> done;
+  // A mutex is not fair: without this, a thread with a small message would wait until a large one has been sent.
+  const Nanos until = c->waiting_senders.load(std::memory_order_relaxed) > 0 ? now() + kSenderTurn : 0;
+  while (until > 0 && c->waiting_senders.load(std::memory_order_relaxed) > 0 && now() < until)
+    std::this_thread::yield();
   {
     std::lock_guard lock(c->send_mutex);
     const bool buffered = c->link->flush() == SendState::kBlocked;
-    bool waits_for_fd = true;
+    bool waits_for_fd = !buffered || c->link->waits_for_fd();
     c->progress.fetch_add(1, std::memory_order_relaxed);
     c->stalled.store(false, std::memory_order_relaxed);
-    while (!buffered && !c->queue.empty()) {
-      Outgoing& front = *c->queue.front();
+    while (!buffered && !(c->queue.empty() && c->overtaking.empty())) {
+      SendQueue& queue = next_queue(*c);
+      Outgoing& front = queue.front();
       if (front.prefix.empty() && front.sent == 0) stamp_timeout(front, now());
-      const SendState state = c->link->send(front);
+      prepare(*c, front);
+      const bool between = &queue == &c->overtaking && !c->queue.empty() && c->queue.front().large;
+      const SendState state = between ? c->link->send_between(front) : c->link->send(front);
       if (state == SendState::kBlocked) waits_for_fd = c->link->waits_for_fd();
       if (state != SendState::kSent) break;  // the leader reports a broken link
-      c->unsent_replies.fetch_sub(front.queued_weight, std::memory_order_relaxed);
-      done.push_back(std::move(c->queue.front()));
-      c->queue.pop_front();
-      c->flushed.fetch_add(1, std::memory_order_release);
+      done.push_back(dequeue(*c, queue));
     }
-    watch_writable(*c, buffered || (!c->queue.empty() && waits_for_fd));
+    const bool left = buffered || !c->queue.empty() || !c->overtaking.empty();
+    watch_writable(*c, left && waits_for_fd);
   }
   parts_.peers.open_lanes(c);
   if (!done.empty()) {
@@ -230,8 +240,7 @@ void Sender::wait_until_sent(std::int32_t peer, Transmission& p, Nanos deadline,
   if (p.pending_send && !wait_for_pending_send(peer, p, deadline, interrupted)) return;
   Waiter w;
   const auto done = [&p] { return has_left_queue(p); };
-  if (parts_.leader.wait_for(WaitFor::kProgress, w, done, deadline, interrupted) != WaitEnd::kDone)
-    copy_queued(p.connection, p.ticket);
+  if (parts_.leader.wait_for(WaitFor::kProgress, w, done, deadline, interrupted) != WaitEnd::kDone) copy_queued(p);
 }
 
 /// Waits until a message that waits for a connection is in the queue of one. Returns false if it has been sent or
@@ -245,16 +254,15 @@ bool Sender::wait_for_pending_send(std::int32_t peer, Transmission& p, Nanos dea
   std::unique_ptr<Outgoing> m;
   {
     Lock lock(parts_.mutex);
-    auto& pending = parts_.peers.find(peer)->pending;
-    auto found = std::find_if(pending.begin(), pending.end(),
-                              [&](auto& o) { return o.message->pending_send == p.pending_send; });
-    if ((end != WaitEnd::kDone || p.pending_send->expired) && found != pending.end()) {
-      m = std::move(found->message);
-      pending.erase(found);
+    Peer* const found = parts_.peers.find(peer);
+    if (found && (end != WaitEnd::kDone || p.pending_send->expired)) {
+      auto taken = found->pending.take_if([&](auto& o) { return o.message->pending_send == p.pending_send; });
+      if (!taken.empty()) m = std::move(taken.front().message);
     }
   }
   if (m) {
     const std::unique_ptr<KeepAlive> copied_owner = copy_payload(*m);
+    m->admitted = false;  // it was only because a thread waited for it
     Transmission again;
     route(peer, m, again);
     return false;
@@ -264,6 +272,7 @@ bool Sender::wait_for_pending_send(std::int32_t peer, Transmission& p, Nanos dea
                          {});  // it may be moving into the queue of a new connection
   Lock lock(parts_.mutex);
   p.connection = p.pending_send->connection;
+  p.queue = p.pending_send->queue;
   p.ticket = p.pending_send->ticket;
   return !p.pending_send->done && p.connection;
 }
@@ -284,7 +293,7 @@ void Sender::wait_until_reply_sent(PoolThread& self, const Transmission& p) {
   } while (end == WaitEnd::kDeadline && p.connection->progress.load(std::memory_order_relaxed) != before);
   if (end != WaitEnd::kDone) {
     p.connection->stalled.store(true, std::memory_order_relaxed);
-    copy_queued(p.connection, p.ticket);
+    copy_queued(p);
   }
   if (!counted) return;
   Lock lock(parts_.mutex);
@@ -292,12 +301,18 @@ void Sender::wait_until_reply_sent(PoolThread& self, const Transmission& p) {
 }
 
 /// Copies the unsent bytes of a queued message, so that it does not need the caller's memory any more.
-void Sender::copy_queued(const ConnectionPtr& c, std::uint64_t ticket) {
+void Sender::copy_queued(const Transmission& p) {
   std::unique_ptr<KeepAlive> copied_owner;
-  std::lock_guard lock(c->send_mutex);
-  const std::uint64_t flushed = c->flushed.load(std::memory_order_relaxed);
-  if (ticket > flushed && ticket - flushed <= c->queue.size())
-    copied_owner = copy_payload(*c->queue[ticket - flushed - 1]);
+  std::lock_guard lock(p.connection->send_mutex);
+  const std::uint64_t flushed = p.queue->flushed.load(std::memory_order_relaxed);
+  auto& entries = p.queue->entries;
+  if (p.ticket <= flushed || p.ticket - flushed > entries.size()) return;
+  Outgoing& m = *entries[p.ticket - flushed - 1].message;
+  m.stable = false;
+  copied_owner = copy_payload(m);
+  if (!copied_owner) return;
+  m.admitted = false;  // it was only because a thread waited for it
+  keep(*p.connection, m);
 }
 
 /// Requires the connection's send_mutex.
@@ -311,8 +326,7 @@ void Sender::watch_writable(Connection& c, bool on) {
 
 bool Sender::may_send_now(std::int32_t peer, std::uint64_t payload) const {
   Lock lock(parts_.mutex);
-  const Peer* found = parts_.peers.find(peer);
-  return !found || !found->connection || window_open(*found->connection, weight(payload));
+  return parts_.overload.has_room(peer, weight(payload));
 }
 
 void Sender::count_over_window(Connection& c, std::int32_t peer, std::int64_t size) {
@@ -330,7 +344,9 @@ void Sender::count_over_window(Connection& c, std::int32_t peer, std::int64_t si
 }
 
 std::int64_t Sender::unread_replies(const Connection& c) {
-  return c.unsent_replies.load(std::memory_order_relaxed) + static_cast<std::int64_t>(c.link->unread_bytes());
+  const std::int64_t waiting =
+      c.unsent_replies.load(std::memory_order_relaxed) - c.large_reply.load(std::memory_order_relaxed);
+  return waiting + static_cast<std::int64_t>(c.link->unread_bytes());
 }
 
 void Sender::check_reply_window(const ConnectionPtr& c, std::int64_t reply) {

@@ -1,12 +1,18 @@
 // Sending: selection of the connection, queues, release of sent memory, flow control and coalescing.
 //
 // Flow control. A peer has a window of request bytes that may wait at it. A request past the window waits for credit,
-// which the peer reports with its frames; nested requests and those of event loops do not wait. Replies always pass.
+// which the peer reports with its frames; nested requests and those of event loops do not wait. Small requests do not
+// wait for large ones that are being sent, because those do not wait at the peer yet. Replies always pass. The number
+// of requests is limited too: the credit of one is its reply (core/overload.h).
 //
 // Coalescing. The link keeps small messages that follow each other at once and sends them together. Waiting threads,
 // the leader and the timer thread flush them, so none stays in a buffer.
 //
-// The send_mutex of a connection guards its queue. It may be taken before the mutex of the engine, never after it.
+// Overtaking. While a link sends a large message in parts, small ones are sent between them, as far as the order rules
+// allow (core/delivery_order.h). A large message defines no name for others and carries no credit, because it is
+// delivered later than messages that follow it.
+//
+// The send_mutex of a connection guards its queues. It may be taken before the mutex of the engine, never after it.
 #pragma once
 
 #include <atomic>
@@ -18,6 +24,7 @@
 
 #include "base/thread_safety.h"
 #include "core/connection.h"
+#include "core/tuning.h"
 #include "core/work_queue.h"
 
 namespace telegrad {
@@ -37,10 +44,14 @@ struct Transmission {
   bool may_coalesce = false;  // it may be part of a burst, and may be coalesced
   const std::function<void()>* before_blocking = nullptr;
   ConnectionPtr connection;
+  SendQueue* queue = nullptr;  // of the connection: the message is in it
   std::uint64_t ticket = 0;
   std::shared_ptr<PendingSend> pending_send;
   std::unique_ptr<KeepAlive> copied_owner;  // owner of memory that has been copied
 };
+
+/// Returns whether no thread waits for the message: it counts against the send queue.
+inline bool is_kept(const Outgoing& m) { return m.immutable || m.segments.empty(); }
 
 /// A message that waits for a connection.
 struct PendingMessage {
@@ -48,7 +59,54 @@ struct PendingMessage {
   // When its call stops waiting. Messages that the reference protocol counts on stay queued longer, until the peer is
   // connected, known to be dead, or lost because it is silent.
   Nanos until;
-  bool expired = false;  // its call has stopped waiting
+  bool expired = false;   // its call has stopped waiting
+  std::int64_t kept = 0;  // what it counts against the send queue
+};
+
+/// The messages to one peer that wait for a connection, in their order.
+class PendingMessages {
+ public:
+  bool empty() const { return messages_.empty(); }
+  std::size_t size() const { return messages_.size(); }
+  /// Returns the bytes of those that no thread waits for.
+  std::int64_t kept_bytes() const { return kept_bytes_; }
+  /// Return the number and the bytes of those among them that were not admitted.
+  std::size_t forced() const { return forced_; }
+  std::int64_t forced_bytes() const { return forced_bytes_; }
+
+  void add(PendingMessage&& m) {
+    if (is_kept(*m.message)) m.kept = weight(m.message->payload_size());
+    count(m, 1);
+    messages_.push_back(std::move(m));
+  }
+  std::deque<PendingMessage> take() {
+    return take_if([](const PendingMessage&) { return true; });
+  }
+  /// Takes those for which `is_taken` returns true. It may change each; the caller holds the locks that it requires.
+  template <typename Predicate>
+  std::deque<PendingMessage> take_if(Predicate is_taken) {
+    std::deque<PendingMessage> taken;
+    std::erase_if(messages_, [&](PendingMessage& m) NO_THREAD_SAFETY_ANALYSIS {
+      if (!is_taken(m)) return false;
+      count(m, -1);
+      taken.push_back(std::move(m));
+      return true;
+    });
+    return taken;
+  }
+
+ private:
+  void count(const PendingMessage& m, int by) {
+    kept_bytes_ += by * m.kept;
+    if (m.kept == 0 || m.message->admitted) return;
+    forced_ += static_cast<std::size_t>(by);
+    forced_bytes_ += by * m.kept;
+  }
+
+  std::deque<PendingMessage> messages_;
+  std::int64_t kept_bytes_ = 0;
+  std::int64_t forced_bytes_ = 0;
+  std::size_t forced_ = 0;
 };
 
 class Sender {
@@ -105,8 +163,17 @@ class Sender {
   /// Returns whether a request of `size` bytes may be sent. Up to half the window any size may, so that large requests
   /// are never stuck.
   bool window_open(const Connection& c, std::int64_t size) const {
-    const std::int64_t out = c.outstanding.load(std::memory_order_relaxed);
-    return out <= window_ / 2 || out + size <= window_;
+    std::int64_t out = c.outstanding.load(std::memory_order_relaxed);
+    if (size <= kLargePayload) out -= c.large_unsent.load(std::memory_order_relaxed);
+    return has_room(out, size) && has_free_request(c);
+  }
+  /// Returns whether a request of `size` bytes may wait for a connection, after others.
+  bool window_open(const PendingMessages& pending, std::int64_t size) const {
+    return has_room(pending.kept_bytes(), size);
+  }
+  /// Returns whether the peer admits one more request without a reply.
+  static bool has_free_request(const Connection& c) {
+    return c.in_flight.load(std::memory_order_relaxed) < c.max_in_flight;
   }
   bool may_send_now(std::int32_t peer, std::uint64_t payload) const EXCLUDES(engine_mutex);
   /// Counts a request that is sent although the window is closed. Logs a warning once if these are many.
@@ -129,13 +196,20 @@ class Sender {
   void abandon_in_child() REQUIRES(engine_mutex);
 
  private:
+  bool has_room(std::int64_t used, std::int64_t size) const { return used <= window_ / 2 || used + size <= window_; }
+  static void prepare(Connection& c, Outgoing& m);
+  static SendQueue& next_queue(Connection& c);
+  void enqueue(Connection& c, std::unique_ptr<Outgoing>&& m, Transmission& p);
+  static void note_front(Connection& c);
+  static std::unique_ptr<Outgoing> dequeue(Connection& c, SendQueue& queue);
   void fail_outdated(std::uint64_t id, Released& released) REQUIRES(engine_mutex);
   static std::int64_t unread_replies(const Connection& c);
   bool coalesce(const ConnectionPtr& c, const Outgoing& m, bool more) EXCLUDES(engine_mutex);
   void watch_writable(Connection& c, bool on);
   bool wait_for_pending_send(std::int32_t peer, Transmission& p, Nanos deadline,
                              const std::function<bool()>& interrupted) EXCLUDES(engine_mutex);
-  void copy_queued(const ConnectionPtr& c, std::uint64_t ticket);
+  static void keep(Connection& c, Outgoing& m);
+  static void copy_queued(const Transmission& p);
 
   EngineParts& parts_;
   const std::int64_t window_;

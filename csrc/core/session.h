@@ -42,6 +42,7 @@ enum class OfferAnswer : std::uint8_t {
   kOutdated,  // a newer dial of this initiator has replaced it
   kStale,     // a newer incarnation has the initiator's name
   kForeign,   // the initiator is no member any more, or its id belongs to another; not from the agreement
+  kEnded,     // the session that the initiator wants to continue has ended; not from the agreement
 };
 
 /// Decision on an offer. Before the session opens, the present session and the dial under way end where it says so.

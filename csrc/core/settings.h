@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "core/faults.h"
 #include "core/handshake.h"
+#include "core/limits.h"
 #include "core/transport.h"
 
 namespace telegrad {
@@ -23,6 +25,8 @@ struct Settings {
   LinkSecurityPtr security;              // null: connections are not encrypted
   Nanos heartbeat = 5 * kSecond;         // interval of the failure detector, see core/silence.h; 0: none. On TCP,
   Nanos local_heartbeat = 30 * kSecond;  // and on connections within the host, where debuggers stop processes
+  LoadLimits load;                       // see core/overload.h
+  FaultsPtr faults;                      // for tests; null: none
   bool check_uid = true;                 // reject peers on this host that run as another user
 };
 

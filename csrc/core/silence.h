@@ -17,6 +17,7 @@ class Silence {
   enum class Verdict : std::uint8_t {
     kNone,
     kPing,  // ask the peer for a sign of life
+    kPingAgain,
     kRead,  // read the links: an answer may be there
     kLost,
   };
@@ -43,8 +44,7 @@ class Silence {
     }
     const Nanos silent = at - alive_;
     if (pings_ < kPings && silent >= (2 * pings_ + 1) * interval_ / 2) {
-      ++pings_;
-      return Verdict::kPing;
+      return pings_++ == 0 ? Verdict::kPing : Verdict::kPingAgain;
     }
     if (pings_ < kPings || silent < (2 * kPings + 1) * interval_ / 2) return Verdict::kNone;
     if (!std::exchange(reading_, true)) reads_ = reads;

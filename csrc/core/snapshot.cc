@@ -1,5 +1,7 @@
 #include "core/snapshot.h"
 
+#include <algorithm>
+
 #include "core/engine.h"
 
 namespace telegrad {
@@ -12,6 +14,7 @@ Snapshot Engine::snapshot(const std::function<void(std::uint64_t, const KeepAliv
   parts_.queue.describe(out);
   parts_.canceler.describe(out);
   parts_.peers.describe(out);
+  parts_.overload.describe(out);
   return out;
 }
 
@@ -79,6 +82,40 @@ std::optional<RequestSnapshot> Canceler::find(std::uint64_t connection, std::uin
 
 void Canceler::describe(Snapshot& out) const {
   for (const auto& [key, request] : detached_) out.requests.push_back(describe(key, request));
+}
+
+std::uint32_t WorkQueue::deepest() const {
+  std::uint32_t most = 0;
+  for (const RunningRequest& r : requests_of_threads_) {
+    if (r.call != 0) most = std::max(most, r.depth);
+  }
+  return most;
+}
+
+void Overload::describe(Snapshot& out) {
+  std::int64_t in_flight = 0, kept = 0, outstanding = 0;
+  std::size_t leased = 0;
+  for (const auto& [id, c] : parts_.peers.connections()) {
+    in_flight = std::max<std::int64_t>(in_flight, c->in_flight);
+    kept = std::max<std::int64_t>(kept, c->kept_bytes);
+    outstanding = std::max<std::int64_t>(outstanding, c->outstanding);
+    leased = std::max(leased, c->link->lease_capacity());
+  }
+  const std::int64_t pending = parts_.peers.most_pending_bytes();
+  const auto add = [&](const char* option, Limit limit, auto used, std::uint64_t most, std::uint64_t refused = 0) {
+    refused += refused_[static_cast<std::size_t>(limit)];
+    out.limits.push_back(
+        {.option = option, .used = static_cast<std::uint64_t>(used), .limit = most, .refused = refused});
+  };
+  const std::size_t waiting = std::max(parts_.peers.most_pending(), parts_.canceler.parked());
+  add("max_call_depth", Limit::kCallDepth, parts_.queue.deepest(), limits_.call_depth);
+  add("max_in_flight", Limit::kInFlight, in_flight, parts_.settings.handshake.limits.requests);
+  add("request_window_bytes", Limit::kWindow, std::max(outstanding, pending), parts_.settings.window);
+  add("send_queue_bytes", Limit::kSendQueue, std::max(kept, pending), limits_.send_queue);
+  add("max_waiting_messages", Limit::kWaitingMessages, waiting, limits_.waiting_messages);
+  add("arena_budget_bytes", Limit::kArenas, parts_.budget->used(), parts_.budget->limit(), parts_.budget->refused());
+  add("shared_memory_bytes", Limit::kLeased, leased, parts_.settings.handshake.limits.leased);
+  add("max_peers", Limit::kPeers, parts_.peers.count(), limits_.peers);
 }
 
 void Peers::describe(Snapshot& out) const {

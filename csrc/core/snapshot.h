@@ -59,12 +59,21 @@ struct ConnectionSnapshot {
   std::int64_t unprocessed = 0;  // bytes of requests that the peer has not started to process
 };
 
+/// A limit of what the worker keeps at the same time.
+struct LimitSnapshot {
+  std::string option;      // that sets it
+  std::uint64_t used = 0;  // of the peer that uses most, if the limit is per peer
+  std::uint64_t limit = 0;
+  std::uint64_t refused = 0;  // how often a message or a growth was refused
+};
+
 struct Snapshot {
   Nanos at = 0;
   std::vector<CallSnapshot> calls;
   std::vector<RequestSnapshot> requests;
   std::vector<PeerSnapshot> peers;
   std::vector<ConnectionSnapshot> connections;
+  std::vector<LimitSnapshot> limits;
 };
 
 }  // namespace telegrad

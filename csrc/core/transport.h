@@ -1,14 +1,15 @@
 // The transport contract. A new transport implements these three classes, gets a scheme in transports/registry.cc, and
 // is added to the list in csrc/tests/transport_suite.h, where the conformance suite checks every sentence below.
 //
-// A link moves whole messages between two ends, in order, each exactly once, until it breaks. It knows nothing of
-// calls, peers or Python, and has no pointer to the layers above. Two operations end an object:
+// A link moves whole messages between two ends, each exactly once, until it breaks. They arrive in order, but others
+// may overtake a large message (core/delivery_order.h). It knows nothing of calls, peers or Python, and has no pointer
+// to the layers above. Two operations end an object:
 //     close()      never blocks, may be called from any thread and more than once; the other end is notified
 //     destructor   releases memory; called when no other thread is inside the object
 // (The engine implements stopping, which blocks: it closes links and waits for its threads.)
 //
-// Memory. A link sends directly from the memory of an Outgoing and keeps no pointer to it after kSent. It fills blocks
-// from `Inbox::allocate`.
+// Memory. A link sends directly from the memory of an Outgoing and keeps no pointer to it after kSent, unless it takes
+// the owner of that memory (core/resumable.h). It fills blocks from `Inbox::allocate`.
 //
 // A link that shares memory with its peer may lease some to its sender (`Link::lease`). A segment that names the lease
 // (OutSegment::lease) and resides in that memory is not copied: the link sends its location (SegmentHeader::lease), and
@@ -43,6 +44,8 @@
 #include "base/peer_credentials.h"
 #include "core/link_security.h"
 #include "core/message.h"
+#include "core/resumable.h"
+#include "memory/memory_budget.h"
 
 namespace telegrad {
 
@@ -80,6 +83,17 @@ class Link {
   /// caller serializes); may run concurrently with `receive`. After kBlocked the next send must be of the same message.
   /// Never throws.
   virtual SendState send(Outgoing& message) = 0;
+
+  /// Returns whether the link sends a message in parts: after kBlocked, `send_between` sends others between them.
+  virtual bool is_large([[maybe_unused]] const Outgoing& message) const { return false; }
+
+  /// Sends a message that is not large, like `send`, while a large one is blocked. After kBlocked the next call must be
+  /// for the same message, before `send` continues with the large one.
+  virtual SendState send_between(Outgoing& message) { return send(message); }
+
+  /// Returns whether `send_between` takes messages. If not, send the rest of the large one; `receive` returns kToSend
+  /// once this changes.
+  virtual bool takes_between() { return true; }
 
   /// Copies a small message into a buffer, which the next `send` or `flush` sends. Returns false if the message is
   /// too large or the buffer is full; the caller then sends it. One thread at a time, as for `send`. Never throws.
@@ -147,6 +161,9 @@ class Link {
   /// Sets the limits of frames. Called inside `Inbox::deliver` or before the first `receive`.
   virtual void set_limits(const Limits& limits) = 0;
 
+  /// Sets the budget of the memory that the link shares with the other end. Called before the first `receive`.
+  virtual void set_budget([[maybe_unused]] const std::shared_ptr<MemoryBudget>& budget) {}
+
   /// Closes the link in both directions. Messages reported as kSent are still delivered if the other end reads.
   virtual void close() = 0;
 
@@ -164,6 +181,13 @@ class Link {
   /// Returns why the link broke; "" for a plain end of stream. Valid after kBroken.
   virtual std::string error() const = 0;
 
+  /// Returns whether the link broke because of what the other end sent, or for lack of memory for it. Valid after
+  /// kBroken.
+  virtual bool violated() const { return false; }
+
+  /// Returns null if the link ends with its connection.
+  virtual Resumable* resumable() { return nullptr; }
+
   /// Returns the user at the other end. Called before any other use of the link. Makes a few system calls, and opens no
   /// descriptor except those of `lookup`.
   virtual PeerCredentials peer_credentials(CredentialLookup& lookup) const = 0;
@@ -173,6 +197,9 @@ class Link {
 
   /// Returns whether the other end may be the worker of this name. False if its certificate names another one.
   virtual bool is_certified_for([[maybe_unused]] std::string_view name) const { return true; }
+
+  /// Names the worker at the other end. The handshake's initiator expects it, for the acceptor it is proven.
+  virtual void set_peer_name([[maybe_unused]] std::string_view name) {}
 
   /// Returns a description for logs and errors: "unix", "tcp 10.0.0.1:5000 -> 10.0.0.2:6000".
   virtual std::string describe() const = 0;

@@ -33,7 +33,7 @@ inline constexpr Nanos kTimerReads = 20 * kMillisecond;
 // ---- leader: polling
 
 /// Bytes read from one link before the others are read.
-inline constexpr std::size_t kReadBudget = 4 << 20;
+inline constexpr std::size_t kReadBudget = 1 << 20;
 /// Polls of the last active link alone before all links are polled: a poll of all links is a system call.
 inline constexpr std::uint32_t kLastActivePolls = 16;
 /// Polls of busy-polled links alone before all links are polled: these polls only read memory.
@@ -65,6 +65,8 @@ inline constexpr Nanos kStateGrace = 20 * kMillisecond;
 inline constexpr Nanos kCoalesceDelay = 50 * kMicrosecond;
 /// Messages of a burst that are sent together: beyond this, the cost of a system call per message is small.
 inline constexpr std::size_t kMaxBatch = 16;
+/// Longest time that the leader leaves a link to the threads that wait for it, between two parts of a large message.
+inline constexpr Nanos kSenderTurn = 200 * kMicrosecond;
 /// Larger payloads are not copied under a lock, in bytes.
 inline constexpr std::int64_t kLargePayload = 64 << 10;
 /// No thread waits for a peer that has read nothing for this long.
@@ -100,5 +102,7 @@ inline constexpr std::size_t kLanesShare = 4;
 
 /// Cached memory that was not used for this time is released.
 inline constexpr Nanos kTrimInterval = 10 * kSecond;
+/// This time if the memory budget was too small since the last trim.
+inline constexpr Nanos kShortTrimAge = kSecond;
 
 }  // namespace telegrad

@@ -24,7 +24,7 @@ std::deque<WorkItem>& WorkQueue::queue_of(const WorkItem& request) {
   if (!held_.empty()) [[unlikely]] {
     if (const auto found = held_.find(request.connection); found != held_.end()) return found->second;
   }
-  return request.message.header.flags & kNested ? nested_ : top_;
+  return request.message.header.flags & (kNested | kLeftOut) ? nested_ : top_;
 }
 
 void WorkQueue::push(WorkItem&& item) {
@@ -244,6 +244,7 @@ bool WorkQueue::pop(PoolThread& self, WorkItem& out) {
                      .call = h.call_id,
                      .must_run = (h.flags & kMustRun) != 0,
                      .peer = out.peer,
+                     .depth = h.depth,
                      .since = popped_at_};
   }
   if (self.kind == WorkKind::kCompletion) {

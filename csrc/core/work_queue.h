@@ -31,7 +31,8 @@ struct RunningRequest {
   bool must_run = false;   // kMustRun: it cannot be canceled
   bool canceled = false;
   std::int32_t peer = -1;
-  Nanos since = 0;  // when the thread took it
+  std::uint32_t depth = 0;  // of nested calls
+  Nanos since = 0;          // when the thread took it
 };
 
 /// A thread of the pool, from its first call of `next` to its last.
@@ -162,6 +163,8 @@ class WorkQueue {
   std::size_t running() const REQUIRES(engine_mutex) { return running_; }
   std::size_t threads() const REQUIRES(engine_mutex) { return threads_; }
   WorkQueueStats stats() const REQUIRES(engine_mutex);
+  /// Returns the greatest depth of nested calls among the running requests.
+  std::uint32_t deepest() const REQUIRES(engine_mutex);
   void describe(Snapshot& out) const REQUIRES(engine_mutex);  // snapshot.cc
 
   void abandon_in_child() REQUIRES(engine_mutex) { idle_.clear(); }

@@ -11,7 +11,9 @@ namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 constexpr std::size_t kReserveStep = 8 * kMiB;    // pages of a chunk are reserved in steps of this size
-constexpr std::size_t kMinChunk = 8 * kMiB;       // a chunk is as large as all earlier ones together,
+constexpr std::size_t kMinChunk = 256 << 10;      // a chunk is small, for many workers of a host exchange little;
+constexpr std::size_t kRegionsPerChunk = 8;       // it has room for this number of the wanted regions,
+constexpr std::size_t kMaxForRegions = 8 * kMiB;  // up to this size; and it is as large as all earlier ones together,
 constexpr std::size_t kMaxChunk = 64 * kMiB;      // up to this size, unless a region needs more
 constexpr std::size_t kMinSpinSize = kMiB;        // least size of a region for which to wait briefly:
 constexpr Nanos kReturnSpin = 30 * kMicrosecond;  // copying it takes longer than this
@@ -39,6 +41,11 @@ std::shared_ptr<Arena> Arena::make(ReleaseQueue* releases) {
 }
 
 Arena::~Arena() { unregister_fork_handler(this, ForkLevel::kArena); }
+
+void Arena::set_budget(std::shared_ptr<MemoryBudget> budget) {
+  std::lock_guard lock(mutex_);
+  budget_ = std::move(budget);
+}
 
 // ---- leases
 
@@ -220,18 +227,37 @@ bool Arena::begin_chunk(Messenger& messenger) {
   const std::size_t wanted = wanted_.load(std::memory_order_relaxed);
   const std::uint64_t limit = limit_.load(std::memory_order_relaxed);
   if (wanted > limit) return false;
-  for (auto chunk = chunks_.begin(); chunk != chunks_.end() && size() + wanted > limit;) {
-    const auto unused = chunk++;
-    if (unused->second.used == 0 && messenger.drop(unused->first)) drop(unused);
+  while (size() + wanted > limit) {
+    if (!drop_unused(messenger)) return false;
   }
-  if (size() + wanted > limit) return false;
-  const std::size_t comfortable = std::max(wanted, std::clamp(size(), kMinChunk, kMaxChunk));
+  const std::size_t for_regions = std::min(kRegionsPerChunk * wanted, kMaxForRegions);
+  const std::size_t comfortable = std::max({wanted, for_regions, std::clamp(size(), kMinChunk, kMaxChunk)});
+  auto share = reserve(whole_pages(std::min<std::size_t>(comfortable, limit - size())), whole_pages(wanted));
+  while (!share && drop_unused(messenger)) share = reserve(whole_pages(wanted), whole_pages(wanted));
+  if (!share) return false;
   Chunk chunk;
-  chunk.memory = SharedMemory::create(whole_pages(std::min<std::size_t>(comfortable, limit - size())));
+  chunk.memory = SharedMemory::create(share->size());
+  chunk.share = std::move(*share);
   total_ += chunk.memory.size();
   growing_chunk_ = next_++;
   chunks_.emplace(growing_chunk_, std::move(chunk));
   return true;
+}
+
+/// Requires mutex_. Takes memory for a chunk from the budget, preferably of the first size, at least of the second.
+std::optional<BudgetShare> Arena::reserve(std::size_t comfortable, std::size_t wanted) {
+  auto share = BudgetShare::take(budget_, comfortable);
+  return share || comfortable == wanted ? std::move(share) : BudgetShare::take(budget_, wanted);
+}
+
+/// Requires mutex_. Releases one unused chunk; false if there is none.
+bool Arena::drop_unused(Messenger& messenger) {
+  for (auto chunk = chunks_.begin(); chunk != chunks_.end(); ++chunk) {
+    if (chunk->second.used > 0 || chunk->first == growing_chunk_ || !messenger.drop(chunk->first)) continue;
+    drop(chunk);
+    return true;
+  }
+  return false;
 }
 
 /// Requires mutex_. Stops growing for now, because the system, the peer or the limit does not allow more.

@@ -30,6 +30,7 @@
 #include "base/fork_handlers.h"
 #include "memory/block.h"
 #include "memory/free_ranges.h"
+#include "memory/memory_budget.h"
 #include "memory/multicast_arena.h"
 #include "memory/shared_memory.h"
 
@@ -77,6 +78,9 @@ class Arena final : public ForkHandler, public std::enable_shared_from_this<Aren
 
   /// `limit`: bytes of all chunks together at most.
   void set_limit(std::uint64_t limit) { limit_.store(limit, std::memory_order_relaxed); }
+
+  /// `budget`: of the chunks of all arenas of the worker; null for no limit.
+  void set_budget(std::shared_ptr<MemoryBudget> budget);
 
   struct Allocation {
     std::uint64_t lease;
@@ -132,6 +136,7 @@ class Arena final : public ForkHandler, public std::enable_shared_from_this<Aren
   class Holder;
   struct Chunk {
     SharedMemory memory;
+    BudgetShare share;
     std::size_t reserved = 0;
     bool offered = false;
     bool mapped = false;   // also by the receiver
@@ -165,6 +170,8 @@ class Arena final : public ForkHandler, public std::enable_shared_from_this<Aren
   void release(std::uint64_t lease);
   void free_if_unused(Regions::iterator region);
   bool begin_chunk(Messenger& messenger);
+  std::optional<BudgetShare> reserve(std::size_t comfortable, std::size_t wanted);
+  bool drop_unused(Messenger& messenger);
   Growth stop_growing(Nanos at);
   void drop(std::map<std::uint32_t, Chunk>::iterator chunk);
 
@@ -174,6 +181,7 @@ class Arena final : public ForkHandler, public std::enable_shared_from_this<Aren
   std::atomic<bool> corrupt_ = false;
 
   std::mutex mutex_;
+  std::shared_ptr<MemoryBudget> budget_;
   ReleaseQueue* releases_;  // null after `close`
   std::uint64_t consumed_ = 0;
   std::uint64_t outstanding_ = 0;  // leases passed on and not returned

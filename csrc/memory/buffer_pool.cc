@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 namespace telegrad {
 namespace {
@@ -100,11 +101,12 @@ class PooledBlock final : public Block {
   std::shared_ptr<BufferPool> pool_;
 };
 
-std::shared_ptr<BufferPool> BufferPool::make(std::size_t cache_limit) {
-  return std::shared_ptr<BufferPool>(new BufferPool(cache_limit));
+std::shared_ptr<BufferPool> BufferPool::make(std::size_t cache_limit, std::shared_ptr<MemoryBudget> budget) {
+  return std::shared_ptr<BufferPool>(new BufferPool(cache_limit, std::move(budget)));
 }
 
-BufferPool::BufferPool(std::size_t cache_limit) : cache_limit_(cache_limit), free_(kClasses) {}
+BufferPool::BufferPool(std::size_t cache_limit, std::shared_ptr<MemoryBudget> budget)
+    : cache_limit_(cache_limit), budget_(std::move(budget)), free_(kClasses) {}
 
 BufferPool::~BufferPool() { trim(kNever); }
 
@@ -119,6 +121,7 @@ BlockPtr BufferPool::allocate(std::size_t size) {
       free_[size_class].pop_back();
       stats_.cached_blocks -= 1;
       stats_.cached_bytes -= capacity_of(size_class);
+      if (budget_) budget_->release(capacity_of(size_class));
       stats_.hits += 1;
     } else {
       stats_.misses += 1;
@@ -149,7 +152,7 @@ void BufferPool::put_back(std::byte* memory, int size_class) {
     const std::size_t capacity = capacity_of(size_class);
     stats_.live_blocks -= 1;
     stats_.live_bytes -= capacity;
-    if (stats_.cached_bytes + capacity <= cache_limit_) {
+    if (stats_.cached_bytes + capacity <= cache_limit_ && (!budget_ || budget_->reserve(capacity))) {
       free_[size_class].push_back({memory, now()});
       stats_.cached_blocks += 1;
       stats_.cached_bytes += capacity;
@@ -174,6 +177,7 @@ void BufferPool::trim(Nanos before) {
       list.erase(list.begin(), list.begin() + static_cast<std::ptrdiff_t>(n));
       stats_.cached_blocks -= n;
       stats_.cached_bytes -= n * capacity_of(c);
+      if (budget_) budget_->release(n * capacity_of(c));
     }
   }
   for (std::byte* memory : unused) std::free(memory);

@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "memory/block.h"
+#include "memory/memory_budget.h"
 
 namespace telegrad {
 
@@ -28,8 +29,8 @@ struct BufferPoolStats {
 /// Allocator of receive memory. Thread-safe. Every block keeps the pool alive.
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
-  /// `cache_limit`: bytes cached at most.
-  static std::shared_ptr<BufferPool> make(std::size_t cache_limit);
+  /// `cache_limit`: bytes cached at most. `budget`: of cached bytes, and of others; null for no limit.
+  static std::shared_ptr<BufferPool> make(std::size_t cache_limit, std::shared_ptr<MemoryBudget> budget = {});
   ~BufferPool();
 
   /// Returns a block of exactly `size` usable bytes. Throws std::bad_alloc if the system has no memory.
@@ -59,12 +60,13 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
     Nanos since;
   };
 
-  explicit BufferPool(std::size_t cache_limit);
+  BufferPool(std::size_t cache_limit, std::shared_ptr<MemoryBudget> budget);
   std::byte* obtain_or_trim(int size_class);
   void put_back(std::byte* memory, int size_class);
 
   mutable std::mutex mutex_;
   std::size_t cache_limit_;
+  const std::shared_ptr<MemoryBudget> budget_;
   std::vector<std::vector<Free>> free_;                          // by size class, most recently used last
   BufferPoolStats stats_;                                        // without small blocks, which take no lock
   std::atomic<std::size_t> small_blocks_ = 0, small_bytes_ = 0;  // small and leased blocks

@@ -52,6 +52,9 @@ std::shared_ptr<MulticastBuffer> MulticastArena::allocate(std::size_t size) {
       chunk_size = chunk_size_for(size);
     }
     if (chunk_size == 0) return nullptr;
+    auto share = BudgetShare::take(budget_, chunk_size);
+    if (!share) return nullptr;
+    chunk.share = std::move(*share);
     chunk.memory = SharedMemory::create(chunk_size, true);
     chunk.memory.reserve(0, chunk_size);
     chunk.memory.exclude_from_forks();

@@ -18,6 +18,7 @@
 
 #include "base/clock.h"
 #include "memory/free_ranges.h"
+#include "memory/memory_budget.h"
 #include "memory/shared_memory.h"
 
 namespace telegrad {
@@ -60,7 +61,9 @@ class MulticastArena : public std::enable_shared_from_this<MulticastArena> {
   };
 
   /// `limit`: bytes of all chunks together at most.
-  explicit MulticastArena(std::uint64_t limit) : limit_(limit) {}
+  /// `budget`: of all chunks of the worker; null for no limit.
+  explicit MulticastArena(std::uint64_t limit, std::shared_ptr<MemoryBudget> budget = {})
+      : limit_(limit), budget_(std::move(budget)) {}
 
   /// Allocates a buffer of `size` bytes; null if there is no memory. May reserve pages, which takes as long as filling
   /// them.
@@ -90,6 +93,7 @@ class MulticastArena : public std::enable_shared_from_this<MulticastArena> {
  private:
   struct Chunk {
     SharedMemory memory;
+    BudgetShare share;
     std::size_t buffers = 0;
     Nanos idle_since = 0;
     bool abandoned = false;
@@ -106,6 +110,7 @@ class MulticastArena : public std::enable_shared_from_this<MulticastArena> {
   void drop(Chunks::iterator chunk);
 
   const std::uint64_t limit_;
+  const std::shared_ptr<MemoryBudget> budget_;
   std::vector<std::weak_ptr<Arena>> arenas_;
   Chunks chunks_;
   std::uint32_t next_ = kMulticastChunks;

@@ -30,6 +30,7 @@ Completion call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
   const Nanos deadline = o.deadline;
   SignalCheck signals;
   const auto interrupted = o.interrupted = signals.ask();
+  o.waits = true;
   Completion completion;
   WaitEnd end;
   {

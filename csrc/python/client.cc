@@ -201,9 +201,10 @@ class Client {
     return decode_body(codec_, completion.reply);
   }
 
-  bool notify_context_ended(std::int32_t peer, nb::handle value) {
+  bool notify_context_ended(std::int32_t peer, nb::handle value, std::int64_t epoch) {
     auto m = encode_basic(codec_, wire::kContextEnded, 0, value);
     if (!m) return false;
+    m->epoch = epoch;
     {
       const GilReleased no_gil;
       engine_.send(peer, std::move(m));
@@ -225,7 +226,8 @@ class Client {
   static CallOptions options_of(const PreparedCall& call) {
     CallOptions o;
     o.deadline = deadline_after(now(), call.timeout);
-    o.nested = call.nested;
+    o.nested = call.depth > 0;
+    o.depth = call.depth;
     if (call.keep_alive.is_valid() && !call.keep_alive.is_none()) o.keep_alive = refs_to(call.keep_alive);
     return o;
   }
@@ -238,7 +240,7 @@ class Client {
     call.keep_alive = request.attr("keep");
     call.label = request.attr("label");
     call.timeout = nb::cast<Nanos>(request.attr("timeout"));
-    call.nested = nb::cast<bool>(request.attr("nested"));
+    call.depth = nb::cast<std::uint32_t>(request.attr("depth"));
     call.in_scope = true;
     return call;
   }
@@ -396,9 +398,9 @@ void init_client(nb::module_& m) {
            "exception of a signal handler.")
       .def("notify_wait_sets", &Client::notify_wait_sets,
            "Notify threads in `complete_many` that another thread has completed a future.")
-      .def("notify_context_ended", &Client::notify_context_ended, "peer"_a, "value"_a,
+      .def("notify_context_ended", &Client::notify_context_ended, "peer"_a, "value"_a, "epoch"_a = kAnyEpoch,
            "Notify a peer that an autograd context has ended.\n\n"
-           "Returns False if the codec cannot encode the value.")
+           "It is not sent if its epoch has ended. Returns False if the codec cannot encode the value.")
       .def_ro_static("NOT_ENCODABLE", &kNotEncodable);
 }
 

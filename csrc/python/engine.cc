@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -94,8 +95,10 @@ void construct(Engine* self, int id, const std::string& name, std::uint64_t inca
                const nb::bytes& secret, Nanos spin, std::size_t handlers, std::int64_t window, std::size_t pool_cache,
                Nanos handshake_timeout, Nanos connect_timeout, Nanos heartbeat, Nanos local_heartbeat,
                std::uint64_t max_body, std::uint64_t max_message, std::uint64_t shared_memory, std::uint32_t lanes,
+               std::uint32_t max_call_depth, std::uint32_t max_in_flight, std::uint64_t send_queue,
+               std::uint64_t max_waiting, std::uint64_t arena_budget, std::uint64_t max_peers, bool resume,
                bool check_uid, bool secret_given, bool encrypted, const std::string& certificate,
-               const std::string& private_key, const std::string& authority) {
+               const std::string& private_key, const std::string& authority, FaultsPtr faults) {
   if (secret_given && !has_crypto()) throw std::runtime_error(std::string(kNoOpenSsl));
   Settings s;
   s.handshake.me = {.id = id, .name = name, .incarnation = incarnation};
@@ -112,8 +115,16 @@ void construct(Engine* self, int id, const std::string& name, std::uint64_t inca
   s.handshake.limits.body = max_body;
   s.handshake.limits.message = max_message;
   s.handshake.limits.leased = shared_memory;
+  s.handshake.limits.requests = max_in_flight;
   s.handshake.lanes = lanes;
+  s.load = {.call_depth = max_call_depth,
+            .send_queue = send_queue,
+            .waiting_messages = max_waiting,
+            .arena_budget = arena_budget,
+            .peers = max_peers};
+  s.handshake.resume = resume && heartbeat > 0;  // the failure detector ends suspended sessions
   s.check_uid = check_uid;
+  s.faults = std::move(faults);
   if (encrypted) {
     s.security =
         make_tls({.key = certificate.empty() ? derive_key(s.handshake.secret, "telegrad tls " + group, 32) : "",
@@ -204,8 +215,10 @@ void init_engine(nb::module_& m) {
   engine
       .def("__init__", construct, nb::kw_only(), "id"_a, "name"_a, "incarnation"_a, "group"_a, "secret"_a, "spin"_a,
            "handlers"_a, "window"_a, "pool_cache"_a, "handshake_timeout"_a, "connect_timeout"_a, "heartbeat"_a,
-           "local_heartbeat"_a, "max_body"_a, "max_message"_a, "shared_memory"_a, "lanes"_a, "check_uid"_a,
-           "secret_given"_a, "encrypted"_a, "certificate"_a, "private_key"_a, "authority"_a)
+           "local_heartbeat"_a, "max_body"_a, "max_message"_a, "shared_memory"_a, "lanes"_a, "max_call_depth"_a,
+           "max_in_flight"_a, "send_queue"_a, "max_waiting"_a, "arena_budget"_a, "max_peers"_a, "resume"_a,
+           "check_uid"_a, "secret_given"_a, "encrypted"_a, "certificate"_a, "private_key"_a, "authority"_a,
+           "faults"_a.none())
       .def("listen", &Engine::listen, "address"_a, "Listen on an address and return the address that peers connect to.")
       .def(
           "set_peer",
@@ -221,8 +234,8 @@ void init_engine(nb::module_& m) {
            "Set the epoch of the messages to the peer that may still be sent.\n\n"
            "Messages of an earlier epoch belong to an ended session, and are not sent.")
       .def("is_open", &Engine::is_open, "connection"_a, "Return whether the session of a connection has not ended.")
-      .def("disconnect", &Engine::disconnect, "id"_a, "why"_a, nb::call_guard<GilReleased>())
-      .def("remove_peer", &Engine::remove_peer, "id"_a, "why"_a, nb::call_guard<GilReleased>())
+      .def("disconnect", &Engine::disconnect, "id"_a, "why"_a, "incarnation"_a, nb::call_guard<GilReleased>())
+      .def("remove_peer", &Engine::remove_peer, "id"_a, "why"_a, "incarnation"_a, nb::call_guard<GilReleased>())
       .def("call", call, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
            "timeout"_a, "nested"_a, "keep_alive"_a.none(),
            "Send a request and wait.\n\n"
@@ -243,6 +256,7 @@ void init_engine(nb::module_& m) {
       .def("detach", &Engine::detach, "connection"_a, "call"_a, "deferred"_a,
            "Record that no thread runs a request, and return whether it has been canceled.\n\n"
            "If it is canceled later, the pool gets a work item of kind 6.")
+      .def("parked", &Engine::parked, "Return the number of requests that wait for their inputs.")
       .def("is_canceled", &Engine::is_canceled, "connection"_a, "call"_a,
            "Return whether a request that has no reply yet has been canceled.")
       .def("largest_body", &Engine::largest_body, "connection"_a,

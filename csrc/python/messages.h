@@ -45,8 +45,9 @@ bool next_work_item(Engine& e, PoolThread& thread, WorkItem& item, const std::fu
 
 /// Python objects kept with a name on a connection.
 struct NameHandle {
-  PyRefs text;      // bytes
-  PyRefs resolver;  // callable; empty until it is first needed
+  PyRefs text;               // bytes
+  PyRefs resolver;           // callable; empty until it is first needed
+  bool is_admitted = false;  // the worker exposes the function
 };
 NameHandle& handle_of(const Name& name);
 nb::object name_object(const std::shared_ptr<const Name>& name);

@@ -51,15 +51,15 @@ AutogradHooks::AutogradHooks(const nb::object& recorder)
       outside_(recorder.attr("outside")) {}
 
 bool AutogradHooks::encode(const codec::Codec& codec, nb::handle value, std::int32_t peer, nb::handle context,
-                           bool request, codec::Encoded& encoded, nb::object& message) const {
+                           bool request, std::int64_t epoch, codec::Encoded& encoded, nb::object& message) const {
   message = nb::none();
   if (!is_encoded(codec.encode_recorded(value.ptr(), encoded, false))) return false;
   if (!request && encoded.recorded.empty()) return true;
   const nb::object tensors = python_result(PyTuple_New(static_cast<Py_ssize_t>(encoded.recorded.size())));
   for (std::size_t i = 0; i < encoded.recorded.size(); ++i)
     PyTuple_SET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i), encoded.recorded[i].release().ptr());
-  message = python_result(
-      call_python(on_send_.ptr(), context.ptr(), nb::int_(peer).ptr(), tensors.ptr(), request ? Py_True : Py_False));
+  message = python_result(call_python(on_send_.ptr(), context.ptr(), nb::int_(peer).ptr(), tensors.ptr(),
+                                      request ? Py_True : Py_False, nb::int_(epoch).ptr()));
   return !request || !message.is_none();
 }
 
@@ -77,10 +77,13 @@ bool AutogradHooks::read(const codec::Codec& codec, const Incoming& message, Con
       names_context == names_target)
     return false;
   if (names_target) return true;
-  const nb::object id = nb::borrow(PyTuple_GET_ITEM(metadata.ptr(), Field::kContext));
-  if (nb::cast<std::int64_t>(id) < 0) return false;  // a call chain, which Python enters
-  out.id = id;
-  out.message = nb::borrow(PyTuple_GET_ITEM(metadata.ptr(), Field::kMessage));
+  PyObject* id = PyTuple_GET_ITEM(metadata.ptr(), Field::kContext);
+  PyObject* number = PyTuple_GET_ITEM(metadata.ptr(), Field::kMessage);
+  if (!PyLong_CheckExact(id) || !PyLong_CheckExact(number)) return false;  // malformed: Python raises the error
+  int overflow = 0;
+  if (PyLong_AsLongLongAndOverflow(id, &overflow) < 0 || overflow != 0) return false;  // a call chain: Python enters it
+  out.id = nb::borrow(id);
+  out.message = nb::borrow(number);
   return true;
 }
 

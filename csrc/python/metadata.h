@@ -37,8 +37,9 @@ class AutogradHooks {
   /// Encodes the body of a message of a context and records its tensors. False if the codec cannot encode it, or a
   /// request's context has ended. `message` is the number for the metadata, or None: a reply without tensors to record,
   /// or whose context has ended, needs no metadata. Throws nb::python_error.
+  /// `epoch` is that of a request.
   bool encode(const codec::Codec& codec, nb::handle value, std::int32_t peer, nb::handle context, bool request,
-              codec::Encoded& encoded, nb::object& message) const;
+              std::int64_t epoch, codec::Encoded& encoded, nb::object& message) const;
 
   /// Reads the metadata, which is the last segment. `out` stays empty if it names only the reference to create, which
   /// the body also names. Returns false if it has any other field, or names a call chain. Throws nb::python_error.

@@ -7,6 +7,7 @@
 #include "python/callbacks.h"
 #include "python/client.h"
 #include "python/engine.h"
+#include "python/faults.h"
 #include "python/graph_walk.h"
 #include "python/server.h"
 #include "python/snapshot.h"
@@ -18,6 +19,7 @@ NB_MODULE(_core, m) {
   telegrad::python::init_block(m);
   telegrad::python::init_buffer_leases(m);
   telegrad::python::init_snapshot(m);
+  telegrad::python::init_faults(m);
   telegrad::python::init_engine(m);
   telegrad::python::init_client(m);
   telegrad::python::init_server(m);

@@ -71,7 +71,7 @@ std::vector<std::size_t> order_of(Engine& e, std::span<const std::int32_t> peers
 
 nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::uint32_t name_id, nb::handle name,
                     const nb::bytes& body, nb::handle segments, nb::handle metadata, const nb::list& epochs,
-                    Nanos timeout, bool nested, bool never_wait, const nb::list& futures) {
+                    Nanos timeout, std::uint32_t depth, bool never_wait, const nb::list& futures) {
   std::vector<std::int32_t> to;
   for (nb::handle peer : peers) to.push_back(nb::cast<std::int32_t>(peer));
   Stored stored;
@@ -105,7 +105,8 @@ nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::u
     target->add(futures[i]);
     CallOptions& o = requests[i].options;
     o.deadline = deadline;
-    o.nested = nested;
+    o.nested = depth > 0;
+    o.depth = depth;
     o.never_wait = never_wait;
     o.interrupted = signals.ask();
     o.target = std::move(target);
@@ -139,10 +140,10 @@ nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::u
 
 void init_multicast(nb::class_<Engine>& engine) {
   engine.def("start_many", start_many, "peers"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a,
-             "segments"_a.none(), "metadata"_a.none(), "epochs"_a, "timeout"_a, "nested"_a, "never_wait"_a, "futures"_a,
+             "segments"_a.none(), "metadata"_a.none(), "epochs"_a, "timeout"_a, "depth"_a, "never_wait"_a, "futures"_a,
              nb::sig("def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, "
                      "body: bytes, segments: object | None, metadata: list[bytes] | None, epochs: list[int], "
-                     "timeout: int, nested: bool, never_wait: bool, futures: list[typing.Any]) -> list[int]"),
+                     "timeout: int, depth: int, never_wait: bool, futures: list[typing.Any]) -> list[int]"),
              "Send one request to several peers, like `start`.\n\n"
              "The target of each is its future. If there is metadata, a peer's own is its last segment. The segments'\n"
              "memory may change once this has returned, and no peer waits for another.");

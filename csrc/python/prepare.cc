@@ -111,8 +111,8 @@ PreparedCall Preparer::prepare(const CallForm& form) const {
   if (!name.both.is_valid() && name.text.is_valid()) name.both = nb::make_tuple(name.number, name.text);
   const nb::object mode = form.internal ? nb::str("") : modes_[static_cast<int>(form.mode)];
   const nb::object slow = nb::make_tuple(
-      call.peer, form.function, args, kwargs, call.timeout, call.nested, form.internal ? nb::none() : call.context,
-      mode, name.both.is_valid() ? name.both : nb::none(), form.receiver, form.introduce, form.keep_as, form.internal);
+      call.peer, form.function, args, kwargs, call.timeout, call.depth, form.internal ? nb::none() : call.context, mode,
+      name.both.is_valid() ? name.both : nb::none(), form.receiver, form.introduce, form.keep_as, form.internal);
   call.request = python_result(
       call_python(encode_slow_.ptr(), python_result(PyObject_Call(form_type_.ptr(), slow.ptr(), nullptr)).ptr()));
   call.label = call.request.attr("label");
@@ -144,10 +144,11 @@ std::unique_ptr<Outgoing> Preparer::encode(const CallForm& form, const PreparedC
   codec::Encoded encoded;
   nb::object message;
   const bool in_context = !call.context.is_none();
-  // Before the recording: if the session ends meanwhile, the message is not sent.
-  const std::int64_t epoch = in_context ? engine_.epoch_of(call.peer) : kAnyEpoch;
-  const bool encodable = in_context ? autograd_.encode(codec_, body, call.peer, call.context, true, encoded, message)
-                                    : is_encoded(codec_.encode_basic(body.ptr(), encoded));
+  // Before the recording, and the registration of a reference: if the session ends meanwhile, the message is not sent.
+  const std::int64_t epoch = in_context || keeps ? engine_.epoch_of(call.peer) : kAnyEpoch;
+  const bool encodable = in_context
+                             ? autograd_.encode(codec_, body, call.peer, call.context, true, epoch, encoded, message)
+                             : is_encoded(codec_.encode_basic(body.ptr(), encoded));
   if (!encodable) return nullptr;
   if (in_context) flags |= wire::kMustDeliver;  // counted at the caller: the callee's context waits for it when it ends
   auto m = compose(wire::kCall, flags, encoded);
@@ -190,7 +191,7 @@ void Preparer::read_scope(PreparedCall& call, Nanos timeout) const {
   // Without grad mode nothing is recorded outside of contexts, as in local code.
   if (call.context.is(autograd_.plain()) && !returns(is_grad_enabled_, Py_True)) call.context = nb::none();
   if (!call.in_scope) return;
-  call.nested = PyTuple_GET_ITEM(scope.ptr(), wire::ScopeField::kNested) == Py_True;
+  call.depth = static_cast<std::uint32_t>(PyLong_AsLong(PyTuple_GET_ITEM(scope.ptr(), wire::ScopeField::kDepth)));
   const Nanos deadline = nb::cast<Nanos>(nb::handle(PyTuple_GET_ITEM(scope.ptr(), wire::ScopeField::kDeadline)));
   if (deadline == 0) return;
   const Nanos left = std::max<Nanos>(deadline - now(), 1);

@@ -38,8 +38,8 @@ struct PreparedCall {
   nb::object chain;                   // the caller's call chain (int), inside a scope
   nb::object label;                   // the function, or its name in error texts
   Nanos timeout = 0;
-  bool nested = false;    // inside a handler, or a callback of the pool
-  bool in_scope = false;  // inside any scope
+  std::uint32_t depth = 0;  // of nested calls; 0: outside of handlers and of callbacks of the pool
+  bool in_scope = false;    // inside any scope
 };
 
 /// Creates the message of a request that Python has encoded.

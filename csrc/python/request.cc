@@ -1,5 +1,6 @@
 #include "python/request.h"
 
+#include <algorithm>
 #include <optional>
 
 #include "python/block.h"
@@ -112,7 +113,7 @@ std::unique_ptr<Outgoing> RequestServer::encode_value(const Request& r, const nb
   if (r.context.is_none()) return encode_basic(codec_, wire::kValue, 0, value);
   codec::Encoded encoded;
   nb::object message;
-  if (!autograd_.encode(codec_, value, r.item.peer, r.context, false, encoded, message)) return nullptr;
+  if (!autograd_.encode(codec_, value, r.item.peer, r.context, false, kAnyEpoch, encoded, message)) return nullptr;
   // A caller that has stopped waiting still has to release what is recorded in a plain context.
   auto reply = compose(wire::kValue, message.is_none() ? 0 : wire::kMustDeliver, encoded);
   if (!message.is_none()) add_metadata(*reply, codec_, nb::none(), id_of(r.context), message);
@@ -170,14 +171,28 @@ bool RequestServer::decode(Request*& r, nb::object& holder) {
       if (nb::cast<bool>(r->slow.attr("has_references")) && park(r, holder)) return false;
     }
     enter(*r);
+    admit(*r);  // before anything is unpickled
     read_body(*r, ask(r->slow.attr("decode")));
   }
   r->decoded = true;
   return true;
 }
 
+void RequestServer::admit(const Request& r) const {
+  if (python_.admit.is_none()) return;
+  if (!r.item.name) {
+    if (!(r.flags() & wire::kReceiver)) call_back(python_.admit, nb::none());
+    return;
+  }
+  NameHandle& handle = handle_of(*r.item.name);
+  if (handle.is_admitted) return;
+  call_back(python_.admit, nb::borrow(handle.text.front()));
+  handle.is_admitted = true;
+}
+
 void RequestServer::enter(const Request& r) const {
-  scopes_.enter_request(r.deadline(), r.context, r.item.connection, r.call());
+  scopes_.enter_request(r.deadline(), r.context, r.item.connection, r.call(),
+                        std::min(r.item.message.header.depth, UINT32_MAX - 1) + 1);
   if (r.slow.is_valid()) ask(r.slow.attr("enter"));
 }
 
@@ -209,6 +224,7 @@ void RequestServer::read_body(Request& r, const nb::object& body) {
       if (r.slow.is_valid()) ask(r.slow.attr("creates"), r.target);
     }
   }
+  if (!r.slow.is_valid()) admit(r);  // after the reference to create, which gets the error
   r.kwargs = last();
   r.args = last();
   if (by_value) {
@@ -234,10 +250,13 @@ bool RequestServer::find_receiver(Request*& r, nb::object& holder, nb::object& v
   if (!r->item.name) return true;
   const nb::object function = function_of(*r->item.name);
   if (PyUnicode_CheckExact(function.ptr())) {
-    nb::object method = nb::steal(in_python([&] { return PyObject_GetAttr(value.ptr(), function.ptr()); }));
+    nb::object method;
+    if (python_.admit.is_none()) {
+      method = nb::steal(in_python([&] { return PyObject_GetAttr(value.ptr(), function.ptr()); }));
+    }
     if (!method.is_valid() || !PyCallable_Check(method.ptr())) {
       PyErr_Clear();
-      method = ask(python_.method_of, value, function);  // raises the error
+      method = ask(python_.method_of, value, function);  // checks it, or raises the error
     }
     r->function = std::move(method);
   } else {

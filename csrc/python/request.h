@@ -35,15 +35,18 @@ struct ServerCallbacks {
         on_context_ended(handlers.attr("on_context_ended")),
         info_type(environment.attr("request_info")),
         clean_state(environment.attr("clean_state")),
-        resolver(environment.attr("resolver")),
-        find_function(environment.attr("find_function")),
-        method_of(environment.attr("method_of")),
+        admit(handlers.attr("exposure").attr("admit")),
+        resolver(handlers.attr("exposure").attr("resolver")),
+        find_function(handlers.attr("exposure").attr("find_function")),
+        method_of(handlers.attr("exposure").attr("method_of")),
         rerun_for_torch_error(environment.attr("rerun_for_torch_error")) {}
 
   int traverse(visitproc visit, void* arg) const {
-    for (const nb::object* o : {&wait_ready, &prepare, &park, &accept, &settle, &value_of, &reply, &reply_when_done,
-                                &reply_error, &reply_canceled, &values, &on_gradients, &on_context_ended, &info_type,
-                                &clean_state, &resolver, &find_function, &method_of, &rerun_for_torch_error}) {
+    for (const nb::object* o : {&wait_ready,       &prepare,        &park,        &accept,
+                                &settle,           &value_of,       &reply,       &reply_when_done,
+                                &reply_error,      &reply_canceled, &values,      &on_gradients,
+                                &on_context_ended, &info_type,      &clean_state, &admit,
+                                &resolver,         &find_function,  &method_of,   &rerun_for_torch_error}) {
       Py_VISIT(o->ptr());
     }
     return 0;
@@ -61,12 +64,13 @@ struct ServerCallbacks {
   nb::object reply_canceled;   // reply_canceled(info, canceled): else its deadline has passed
   nb::object values;  // dict: (created on, local id) of a reference -> telegrad.worker.refs.owned_value.OwnedValue
   nb::object on_gradients;      // on_gradients(peer, connection, call, deadline, messages)
-  nb::object on_context_ended;  // on_context_ended(peer, (context id, requests))
+  nb::object on_context_ended;  // on_context_ended(peer, connection, (context id, requests))
   nb::object info_type;         // telegrad.worker.serving.handlers.RequestInfo
   nb::object clean_state;
-  nb::object resolver;               // resolver(name) -> function() -> the function
-  nb::object find_function;          // find_function(name) -> the function, or raises with a hint
-  nb::object method_of;              // method_of(value, name)
+  nb::object admit;          // admit(name): raises if the worker does not expose it; None: it exposes everything
+  nb::object resolver;       // resolver(name) -> function() -> the function
+  nb::object find_function;  // find_function(name) -> the function, or raises with a hint
+  nb::object method_of;      // method_of(value, name)
   nb::object rerun_for_torch_error;  // rerun_for_torch_error(function, args, kwargs, error) -> (result, error)
 };
 
@@ -117,6 +121,8 @@ class RequestServer {
   nb::object info_of(const Request& r) const;
   /// Reads the metadata and the body, in the scope of the request. Returns false if it is parked or Python has replied.
   bool decode(Request*& r, nb::object& holder);
+  /// Checks that the worker exposes the function of a request. The name of a method is checked again with its value.
+  void admit(const Request& r) const;
   /// Enters the scope of a request, and the caller's torch state.
   void enter(const Request& r) const;
   /// Reports whether the codec can decode a request, and reads its place in an autograd context.

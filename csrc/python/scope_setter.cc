@@ -19,19 +19,20 @@ void ScopeSetter::set(PyObject* scope) const {
   Py_XDECREF(token);
 }
 
-/// Scope(worker, deadline, nested=True, request=True, context, connection, call, chain=0), created without the slow
+/// Scope(worker, deadline, depth, request=True, context, connection, call, chain=0), created without the slow
 /// Python constructor.
-void ScopeSetter::enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection,
-                                std::uint64_t call) const {
+void ScopeSetter::enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection, std::uint64_t call,
+                                std::uint32_t depth) const {
   auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());
   const nb::object scope = nb::steal(type->tp_alloc(type, 8));
   PyObject* until = PyLong_FromLongLong(deadline);
   PyObject* over = PyLong_FromUnsignedLongLong(connection);
   PyObject* id = PyLong_FromUnsignedLongLong(call);
-  if (!scope.is_valid() || !until || !over || !id) throw nb::python_error();
+  PyObject* below = PyLong_FromUnsignedLong(depth);
+  if (!scope.is_valid() || !until || !over || !id || !below) throw nb::python_error();
   PyTuple_SET_ITEM(scope.ptr(), 0, nb::object(worker_).release().ptr());
   PyTuple_SET_ITEM(scope.ptr(), 1, until);
-  PyTuple_SET_ITEM(scope.ptr(), 2, nb::bool_(true).release().ptr());
+  PyTuple_SET_ITEM(scope.ptr(), 2, below);
   PyTuple_SET_ITEM(scope.ptr(), 3, nb::bool_(true).release().ptr());
   PyTuple_SET_ITEM(scope.ptr(), 4, Py_NewRef(context.ptr()));
   PyTuple_SET_ITEM(scope.ptr(), 5, over);

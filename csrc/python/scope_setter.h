@@ -19,8 +19,10 @@ class ScopeSetter {
 
   /// Leaves the scope of this thread.
   void clear() const { set(nullptr); }
-  /// Enters the scope of a request, by its connection and call. Throws nb::python_error.
-  void enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection, std::uint64_t call) const;
+  /// Enters the scope of a request, by its connection and call. `depth`: of the calls made in it. Throws
+  /// nb::python_error.
+  void enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection, std::uint64_t call,
+                     std::uint32_t depth) const;
   void enter_callbacks() const { set(in_callbacks_.ptr()); }
 
   int traverse(visitproc visit, void* arg) const;

@@ -27,6 +27,13 @@ constexpr int kAtATime = 16;  // work items before returning to Python, which ma
 constexpr std::size_t kMostEnded = 64;
 constexpr Nanos kEndDelay = 5 * kMillisecond;  // longest time until an ended context is cleaned up
 
+/// Report of a peer that a context has ended.
+struct EndedContext {
+  std::int32_t peer;
+  std::uint64_t connection;
+  nb::object what;  // (context id, requests)
+};
+
 class Server {
  public:
   Server(nb::object engine, nb::object codec, const nb::object& recorder, const nb::object& calls,
@@ -168,7 +175,7 @@ class Server {
       return false;  // Python raises the error
     }
     if (!PyTuple_CheckExact(what.ptr()) || PyTuple_GET_SIZE(what.ptr()) != 2) return false;
-    ended_.emplace_back(item.peer, std::move(what));
+    ended_.push_back({item.peer, item.connection, std::move(what)});
     if (ended_.size() < kMostEnded) {
       engine_.request_callback(kEndDelay);
     } else {
@@ -180,8 +187,9 @@ class Server {
   void end_contexts() {
     if (ended_.empty()) return;
     scopes_.clear();
-    for (const auto& [peer, what] : std::exchange(ended_, {})) {
-      const nb::object done = nb::steal(call_python(python_.on_context_ended.ptr(), nb::int_(peer).ptr(), what.ptr()));
+    for (const auto& [peer, connection, what] : std::exchange(ended_, {})) {
+      const nb::object done = nb::steal(
+          call_python(python_.on_context_ended.ptr(), nb::int_(peer).ptr(), nb::int_(connection).ptr(), what.ptr()));
       if (!done.is_valid()) PyErr_WriteUnraisable(python_.on_context_ended.ptr());
     }
   }
@@ -218,7 +226,7 @@ class Server {
   ServerCallbacks python_;
   ScopeSetter scopes_;
   RequestServer requests_;
-  std::vector<std::pair<std::int32_t, nb::object>> ended_;  // ended contexts to clean up
+  std::vector<EndedContext> ended_;  // to clean up
   bool ready_ = false;
 };
 

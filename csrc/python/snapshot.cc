@@ -60,12 +60,18 @@ void init_snapshot(nb::module_& m) {
       .def_ro("lanes", &ConnectionSnapshot::lanes)
       .def_ro("unprocessed", &ConnectionSnapshot::unprocessed,
               "Bytes of requests that the peer has not started to process.");
+  nb::class_<LimitSnapshot>(m, "LimitSnapshot", "A limit of what the worker keeps at the same time.")
+      .def_ro("option", &LimitSnapshot::option, "Name of the option that sets it.")
+      .def_ro("used", &LimitSnapshot::used, "Of the peer that uses most, if the limit is per peer.")
+      .def_ro("limit", &LimitSnapshot::limit)
+      .def_ro("refused", &LimitSnapshot::refused, "How often a message, or more memory, was refused.");
   nb::class_<Snapshot>(m, "Snapshot", "Calls, requests, sessions and connections of an engine at one moment.")
       .def_ro("at", &Snapshot::at, "Monotonic time in ns.")
       .def_ro("calls", &Snapshot::calls)
       .def_ro("requests", &Snapshot::requests)
       .def_ro("peers", &Snapshot::peers)
-      .def_ro("connections", &Snapshot::connections);
+      .def_ro("connections", &Snapshot::connections)
+      .def_ro("limits", &Snapshot::limits);
 }
 
 }  // namespace telegrad::python

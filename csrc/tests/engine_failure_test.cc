@@ -96,7 +96,7 @@ CASE(calls_to_other_peers_continue) {
 CASE_ON_EVERY_SCHEME(senders_and_reader_see_the_end_together) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
-  const int rounds = times(100);
+  const int rounds = times(30);
   for (int round = 0; round < rounds; ++round) {
     const int calls = 40;
     std::vector<std::thread> callers;

@@ -174,7 +174,9 @@ CASE_ON_EVERY_SCHEME(many_callers_share_a_small_window) {
 
 /// No reply is sent before the last request has arrived.
 CASE_ON_EVERY_SCHEME(a_hundred_thousand_pending_calls) {
-  Worker a(0), b(1);
+  Settings s;
+  s.handshake.limits.requests = 1 << 20;
+  Worker a(0, s), b(1, s);
   introduce({&a, &b}, scheme);
   const int count = times(100'000);
   for (int i = 0; i < count; ++i) a.start(1, i, {.tag = kHold, .body = "small"});

@@ -109,7 +109,7 @@ CASE(a_tensor_sent_over_lanes_may_change_afterwards) {
 struct Attempt {
   Attempt(const PeerAddress& at, const HandshakeConfig& config, std::string link_name, bool stays = false)
       : link(connect_to(at.addresses[0])),
-        handshake(Handshake::initiate(config, at.identity, {}, std::move(link_name))) {
+        handshake(Handshake::initiate(config, at.identity, {}, Purpose::kLane, std::move(link_name))) {
     act(handshake.begin());
     while (!over && !(stays && welcome)) {
       readable(link->fd());

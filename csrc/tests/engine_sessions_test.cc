@@ -108,6 +108,58 @@ CASE(an_older_process_is_refused) {
   const Completion completion = zombie.call(0, {});
   CHECK(completion.status == CallStatus::kUnreachable);
   CHECK_SAYS(completion.why, "another worker has taken the name w1");
+  CHECK_SAYS(zombie.wait_for_event(EventKind::kReplaced), "another worker has taken the name w1");
+}
+
+/// The newer process was lost; the older one does not count as its return.
+CASE(an_older_process_is_refused_after_the_loss_of_the_newer_one) {
+  Worker a(0);
+  a.listen("unix");
+  Puppet newer(1);
+  newer.config.me.incarnation = 2077;
+  newer.connect(a.address());
+  newer.link->close();
+  a.wait_for_event(EventKind::kPeerLost);
+  Worker zombie(1);
+  zombie.engine->set_peer(a.address());
+  CHECK_SAYS(zombie.call(0, {}).why, "another worker has taken the name w1");
+  std::lock_guard lock(a.mutex);
+  for (const WorkItem& event : a.events) CHECK(event.event != EventKind::kPeerBack);
+}
+
+/// The group may learn late that an older process has ended; a newer one under its name goes on.
+CASE(the_end_of_an_older_incarnation_leaves_the_session_of_a_newer_one) {
+  Settings newer = Worker::settings_of(1);
+  newer.handshake.me.incarnation = 2077;
+  Worker a(0), b(1, newer);
+  introduce({&a, &b}, "unix");
+  CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x");
+  a.engine->remove_peer(1, "killed", 2076);
+  a.engine->disconnect(1, "it left", 2076);
+  CHECK(a.engine->stats().connections == 1);
+  CHECK_EQ(body_of(a.call(1, {.body = "y"})), "y");
+  CHECK(a.event_count.value() == 0);
+  a.engine->remove_peer(1, "killed", 2077);
+  CHECK(a.call(1, {}).status == CallStatus::kUnreachable);
+  b.wait_for_event(EventKind::kPeerLost);  // b has got no goodbye
+}
+
+/// The newer process has connected before the group's log names it.
+CASE(the_end_of_an_incarnation_that_was_announced_leaves_the_newer_one_that_connected) {
+  Worker a(0);
+  a.listen("unix");
+  Puppet older(1), newer(1);
+  newer.config.me.incarnation = 2077;
+  a.engine->set_peer(older.address());
+  newer.connect(a.address());
+  a.engine->disconnect(1, "it left", older.config.me.incarnation);
+  Message request = message(FrameType::kRequest, "y", 1);
+  request.header.tag = kEcho;
+  newer.send(request);
+  CHECK_EQ(std::string(newer.receive().body_view()), "y");
+  a.engine->remove_peer(1, "killed", older.config.me.incarnation);
+  newer.link->close();
+  newer.connect(a.address());  // it is still a member
 }
 
 CASE_ON_EVERY_SCHEME(both_connect_at_once) {

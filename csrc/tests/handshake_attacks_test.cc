@@ -111,7 +111,7 @@ CASE(a_reflected_proof_is_rejected) {
   const std::size_t mac = 32 + 4;  // at the end, with its length
   const std::string bobs = r.answer.body.substr(r.answer.body.size() - mac);
   check_failed(advance(r.before[2].bob, FrameType::kProof, bobs), "secret does not match");
-  check_failed(advance(t.bob, FrameType::kConfirm, bobs), "secret does not match");
+  check_failed(advance(t.bob, FrameType::kConfirm, std::string(8, '\0') + bobs), "secret does not match");
   const std::string forged = r.answer.body.substr(0, r.answer.body.size() - mac) + r.proof.body;
   check_failed(advance(r.before[3].alice, FrameType::kAnswer, forged), "secret does not match");
 }
@@ -137,8 +137,10 @@ CASE(a_member_instead_of_another) {
   auto text = [&](const std::string& s) { return number(static_cast<std::uint32_t>(s.size())) + s; };
   auto answer = [&](const Identity& me, const std::string& hello) {
     const Limits l;
-    const std::string limits = number(l.body) + number(l.message) + number(l.segments) + number(l.name);
-    const std::string mine = number(me.id) + text(me.name) + number(me.incarnation) + limits + number(std::uint32_t{1});
+    const std::string limits =
+        number(l.body) + number(l.message) + number(l.segments) + number(l.name) + number(l.requests);
+    const std::string mine = number(me.id) + text(me.name) + number(me.incarnation) + limits +
+                             number(std::uint32_t{1}) + number(std::uint8_t{0});
     const std::string transcript = text(text(hello) + text(std::string(32, 'n'))) + text(mine);
     return text(mine) + text(hmac_sha256("secret", "acceptor" + transcript));
   };

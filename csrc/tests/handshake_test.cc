@@ -32,18 +32,55 @@ CASE(links_have_names_for_their_lanes) {
   CHECK_EQ(link.bob.lanes(), 3u);
 
   Talk lane(alice_credo, bob_credo);
-  lane.alice = Handshake::initiate(lane.alice_credo, kBob, {}, link.alice.link());
+  lane.alice = Handshake::initiate(lane.alice_credo, kBob, {}, Purpose::kLane, link.alice.link());
   CHECK(run(lane) == std::pair<std::string, std::string>("open", "open"));
   CHECK(lane.alice.for_lane() && lane.bob.for_lane());
   CHECK_EQ(lane.bob.link(), link.bob.link());
 
   Talk changed(alice_credo, bob_credo);  // tampered with: to become a lane of another link
-  changed.alice = Handshake::initiate(changed.alice_credo, kBob, {}, link.alice.link());
+  changed.alice = Handshake::initiate(changed.alice_credo, kBob, {}, Purpose::kLane, link.alice.link());
   Frame hello = frame_of(changed.alice.begin());
   hello.body.back() = static_cast<char>(hello.body.back() ^ 1);
   const Frame challenge = frame_of(advance(changed.bob, hello.type, hello.body));
   const Frame proof = frame_of(advance(changed.alice, challenge.type, challenge.body));
   check_failed(advance(changed.bob, proof.type, proof.body), "secret does not match");
+}
+
+/// Both ends state what has arrived; the acceptor believes it under the proof.
+CASE(continuations_state_what_has_arrived) {
+  HandshakeConfig alice_credo = config(kAlice), bob_credo = config(kBob);
+  alice_credo.resume = true;
+  for (const bool both : {false, true}) {
+    bob_credo.resume = both;
+    Talk link(alice_credo, bob_credo);
+    CHECK(run(link) == std::pair<std::string, std::string>("open", "open"));
+    CHECK_EQ(link.alice.resumes(), both);
+    CHECK_EQ(link.bob.resumes(), both);
+    for (const bool tampered : {false, true}) {
+      Talk next(alice_credo, bob_credo);
+      next.alice = Handshake::initiate(next.alice_credo, kBob, {.number = 4, .previous = {}}, Purpose::kResume,
+                                       link.alice.link());
+      const Frame hello = frame_of(next.alice.begin());
+      const Frame challenge = frame_of(next.bob.on_frame(hello.type, hello.body));
+      const Frame proof = frame_of(next.alice.on_frame(challenge.type, challenge.body));
+      const Frame answer = frame_of(next.bob.on_frame(proof.type, proof.body));
+      CHECK(next.alice.on_frame(answer.type, answer.body).proven);
+      Frame confirm = frame_of(next.alice.proceed(5));
+      if (tampered) {
+        confirm.body[0] = 6;
+        check_failed(next.bob.on_frame(confirm.type, confirm.body), "secret does not match");
+        continue;
+      }
+      CHECK(next.bob.on_frame(confirm.type, confirm.body).proven);
+      CHECK(next.bob.purpose() == Purpose::kResume);
+      CHECK_EQ(next.bob.link(), link.bob.link());
+      CHECK_EQ(next.bob.offer().number, 4u);
+      CHECK_EQ(next.bob.received(), 5u);
+      const Frame welcome = frame_of(next.bob.proceed(7));
+      CHECK(next.alice.on_frame(welcome.type, welcome.body).open);
+      CHECK_EQ(next.alice.received(), 7u);
+    }
+  }
 }
 
 /// The acceptor gets the offered session; its answer is believed if it has proven itself.
@@ -136,7 +173,7 @@ CASE(every_frame_out_of_order_fails) {
   const Recording r(t);
   const Handshake confirming_alice = t.alice;
   CHECK(advance(t.bob, r.confirm.type, r.confirm.body).open);
-  CHECK(advance(t.alice, FrameType::kWelcome, "").open);
+  CHECK(advance(t.alice, FrameType::kWelcome, std::string(8, '\0')).open);
   const std::pair<const Handshake*, FrameType> expecting[] = {{&r.before[0].bob, FrameType::kHello},
                                                               {&r.before[1].alice, FrameType::kChallenge},
                                                               {&r.before[2].bob, FrameType::kProof},

@@ -92,18 +92,118 @@ CASE(a_fragment_that_arrives_before_its_frame) {
   CHECK_EQ(text(r.inbox.messages[1].segments[0]), "x");
 }
 
-CASE(later_messages_wait_for_earlier_ones) {
+std::string small(FrameType type, std::uint64_t call) { return raw(FrameHeader{.type = type, .call_id = call}); }
+
+/// Checks the types of the messages that have arrived.
+void check_arrived(const RecordingInbox& inbox, const std::vector<FrameType>& types) {
+  CHECK_EQ(inbox.messages.size(), types.size());
+  for (std::size_t i = 0; i < types.size(); ++i) CHECK(inbox.messages[i].header.type == types[i]);
+}
+
+CASE(large_messages_keep_their_order_and_small_ones_overtake_them) {
   Raw r;
-  FrameHeader small;
-  small.type = FrameType::kOneway;
-  small.call_id = 3;
-  r.write(r.first, frame(1, {2}) + frame(2, {2}) + raw(small));
+  r.write(r.first, frame(1, {2}) + frame(2, {2}) + small(FrameType::kOneway, 3));
   r.write(r.lane, fragment(1, 0, "cd"));
   CHECK(r.receive() == ReceiveState::kIdle);
-  CHECK(r.inbox.messages.empty());
+  check_arrived(r.inbox, {FrameType::kOneway});
   r.write(r.lane, fragment(0, 0, "ab"));
   receive_until(*r.link, r.inbox, 3);
-  for (std::uint64_t i = 0; i < 3; ++i) CHECK_EQ(r.inbox.messages[i].header.call_id, i + 1);
+  for (std::uint64_t i = 1; i < 3; ++i) CHECK_EQ(r.inbox.messages[i].header.call_id, i);
+}
+
+/// The fragments of a message may arrive later, over a lane, than what the sender sent after them.
+CASE(what_must_not_overtake_waits_at_the_receiver) {
+  Raw r;
+  std::string oneway = frame(2, {2});
+  oneway[offsetof(FrameHeader, type)] = static_cast<char>(FrameType::kOneway);
+  r.write(r.first, frame(1, {2}) + small(FrameType::kCancel, 1) + small(FrameType::kCancel, 9) + oneway +
+                       small(FrameType::kOneway, 3) + small(FrameType::kPing, 0) + small(FrameType::kGoodbye, 0) +
+                       small(FrameType::kReply, 4));
+  CHECK(r.receive() == ReceiveState::kIdle);
+  check_arrived(r.inbox, {FrameType::kCancel, FrameType::kPing});
+  CHECK_EQ(r.inbox.messages[0].header.call_id, 9u);
+  r.inbox.messages.clear();
+  r.write(r.lane, fragment(0, 0, "ab"));
+  receive_until(*r.link, r.inbox, 2);
+  check_arrived(r.inbox, {FrameType::kRequest, FrameType::kCancel});
+  r.inbox.messages.clear();
+  r.write(r.lane, fragment(1, 0, "cd"));
+  receive_until(*r.link, r.inbox, 4);
+  check_arrived(r.inbox, {FrameType::kOneway, FrameType::kOneway, FrameType::kGoodbye, FrameType::kReply});
+}
+
+/// A peer cannot make this end keep any number of messages that wait for an incomplete one.
+CASE(messages_that_wait_are_limited) {
+  for (const std::size_t body : {std::size_t{0}, std::size_t{1} << 20}) {
+    Raw r;
+    FrameHeader h{.type = FrameType::kCancel, .body_size = body, .call_id = 1};
+    const std::string one = raw(h) + std::string(body, 'x');
+    std::thread peer([&] {
+      r.write(r.first, frame(1, {2}));
+      while (::send(r.first.get(), one.data(), one.size(), MSG_NOSIGNAL) > 0) {
+      }
+    });
+    while (r.receive() != ReceiveState::kBroken) readable(*r.link);
+    CHECK_SAYS(r.link->error(), "do not fit");
+    CHECK(r.inbox.allocated <= (80 << 20));
+    r.link->close();
+    peer.join();
+  }
+}
+
+/// Sends a large message of which the other end has read nothing, and then small ones.
+CASE(small_messages_are_sent_between_fragments) {
+  for (const char* scheme : {"tcp", "unix", "shm", "lanes"}) {
+    Ends e(scheme);
+    Random random(5);
+    RecordingInbox inbox;
+    const Message large = random_message(random, 10, {std::size_t{24} << 20, 100});
+    Outgoing first = large.outgoing();
+    CHECK(e.a->is_large(first));
+    while (e.a->send(first) == SendState::kBlocked && writable(*e.a, 20)) {
+    }
+    for (int i = 0; i < 10; ++i) {
+      const Message small = random_message(random, 10, {1, 30'000}, 5);
+      Outgoing second = small.outgoing();
+      CHECK(std::string(scheme) == "lanes" || !e.a->is_large(second));
+      while (e.a->send_between(second) == SendState::kBlocked) {
+        wait_for_either(*e.a, *e.b);
+        receive(*e.b, inbox, 64 << 10);
+        RecordingInbox none;
+        receive(*e.a, none, kAnyBudget);  // answers to offers
+      }
+      receive_until(*e.b, inbox, 1);
+      check_same(small, inbox.messages[0]);
+      inbox.messages.clear();
+      e.a->send(first);
+    }
+    send_whole(*e.a, first, *e.b, inbox);
+    receive_until(*e.b, inbox, 1);
+    check_same(large, inbox.messages[0]);
+  }
+}
+
+/// After a large message on a lane, the first connection blocks again.
+CASE(a_message_without_segments_waits_for_the_first_connection) {
+  Raw r;
+  const std::string content(8 << 20, 'x');
+  Message m;
+  m.segments = {content};
+  Outgoing large = m.outgoing();
+  std::string read(1 << 20, ' ');
+  const auto discard = [&](const UniqueFd& from) {
+    while (::recv(from.get(), read.data(), read.size(), MSG_DONTWAIT) > 0) {
+    }
+  };
+  while (r.link->send(large) == SendState::kBlocked) {
+    discard(r.lane);
+    discard(r.first);
+  }
+  m = {};
+  m.body = content;
+  Outgoing text = m.outgoing();
+  CHECK(r.link->send(text) == SendState::kBlocked);
+  CHECK(r.link->waits_for_fd());
 }
 
 CASE(data_on_lanes_is_read_after_the_end_of_the_first_connection) {
@@ -164,6 +264,12 @@ CASE(malformed_fragments) {
                 fragment(0, 3, "ab") +
                     std::string("GET / HTTP/1.1\r\nHost: localhost and some more of it, and yet more of it\r\n"),
                 "not a Telegrad frame");
+}
+
+/// The frame of a message on a lane would mix with those on the first connection.
+CASE(a_lane_carries_fragments_only) {
+  check_refused(frame(1, {2}), small(FrameType::kRequest, 2), "do not fit");
+  check_refused(frame(1, {2}), frame(2, {4}).substr(0, sizeof(FrameHeader) + sizeof(SegmentHeader)), "not been shared");
 }
 
 /// Two messages that are each within the limits may be incomplete at the same time.
@@ -268,8 +374,9 @@ CASE(every_lane_is_prepared_for_large_transfers) {
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
     others.emplace_back(ends[0]);
     all.insert(ends[1]);
-    auto one = std::make_unique<LanedLink>(std::make_unique<ByteStream>(UniqueFd(ends[1])), "test", false, kKind,
-                                           Striping{.message = 1, .segment = 1, .measured = false});
+    auto one =
+        std::make_unique<LanedLink>(std::make_unique<ByteStream>(UniqueFd(ends[1])), "test", false, kKind,
+                                    Striping{.sizes = {.message = 1, .segment = 1}, .striped = 1, .measured = false});
     if (link) {
       CHECK(link->add_lane(std::move(one)));
     } else {

@@ -162,7 +162,7 @@ Ends::Ends(const std::string& scheme) {
 
 void Ends::connect_lanes(bool encrypted) {
   static constexpr SocketKind kKind{.peer_credentials = remote_credentials};
-  constexpr Striping kAll{.message = 1, .segment = 1, .fragment = 50'000, .measured = false};
+  constexpr Striping kAll{.sizes = {.message = 1, .segment = 1, .fragment = 50'000}, .striped = 1, .measured = false};
   const auto link_over = [&](const Link& link, bool initiator) {
     UniqueFd socket(dup(link.fd()));
     auto stream = encrypted ? make_tls_stream(std::move(socket), security_for("tls:"), initiator)

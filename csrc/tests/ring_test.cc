@@ -104,6 +104,8 @@ CASE(invalid_counts_break_the_ring) {
     e->control.read = lie;
     CHECK_EQ(e->writer.room(), 0u);
     CHECK(e->writer.broken());
+    e->control.read = 5;
+    CHECK_EQ(e->writer.room(), 0u);  // the ring stays broken
   }
 }
 

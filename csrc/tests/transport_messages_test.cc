@@ -59,9 +59,11 @@ void many_segments(Scheme scheme) {
   std::vector<std::size_t> nothing(1000, 0);
   const Message sent[] = {random_message(random, 3, sizes), random_message(random, 3, buffers),
                           random_message(random, 0, nothing)};
-  for (const Message& m : sent) send_whole(*e.a, m, *e.b, inbox);
-  receive_until(*e.b, inbox, 3);
-  for (std::size_t i = 0; i < 3; ++i) check_same(sent[i], inbox.messages[i]);
+  for (std::size_t i = 0; i < 3; ++i) {
+    send_whole(*e.a, sent[i], *e.b, inbox);
+    receive_until(*e.b, inbox, i + 1);  // the last one, without bytes, would overtake the others over lanes
+    check_same(sent[i], inbox.messages[i]);
+  }
 }
 
 void both_directions_in_order(Scheme scheme) {
@@ -148,6 +150,9 @@ void held_messages_leave_in_order(Scheme scheme) {
   Random random(21);
   std::vector<Message> sent;
   for (std::size_t i = 0; i < 7; ++i) sent.push_back(random_message(random, 10 * i, {i, 3}, i));
+  if (scheme.ends_with("lanes")) {  // where any segment makes a message large, which others overtake
+    for (Message& m : sent) m.segments.clear();
+  }
   auto hold = [&](std::size_t i) { CHECK(e.a->buffer(sent[i].outgoing())); };
   auto send = [&](std::size_t i) { send_whole(*e.a, sent[i], *e.b, inbox); };
   hold(0);

@@ -186,6 +186,8 @@ Completion Worker::call(int peer, Request r) {
   CallOptions o;
   o.deadline = deadline_after(now(), r.timeout);
   o.nested = r.nested;
+  o.depth = r.depth;
+  o.waits = true;
   o.keep_alive = std::move(r.keep_alive);
   const Nanos deadline = o.deadline;
   const std::uint64_t call = engine->start(peer, compose(r), std::move(o));
@@ -201,6 +203,7 @@ std::uint64_t Worker::start(int peer, int target, Request r) {
   CallOptions o;
   o.deadline = deadline_after(now(), r.timeout);
   o.nested = r.nested;
+  o.depth = r.depth;
   o.never_wait = r.never_wait;
   o.background = o.deferrable = r.background;
   o.polled = r.polled;
@@ -244,6 +247,16 @@ void Puppet::accept() {
 Handshake::Step advance(Handshake& handshake, FrameType type, std::string_view body) {
   Handshake::Step step = handshake.on_frame(type, body);
   return step.proven ? handshake.proceed() : step;
+}
+
+void Puppet::meet(Worker& worker) {
+  worker.engine->set_peer(address());
+  std::thread puppet([&] {
+    accept();
+    reply(receive(), "hello");
+  });
+  CHECK_EQ(body_of(worker.call(config.me.id, {})), "hello");
+  puppet.join();
 }
 
 void Puppet::connect(const PeerAddress& peer) {

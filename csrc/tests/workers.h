@@ -39,6 +39,7 @@ struct Request {  // parameters of a call
   std::vector<std::string> segments = {};
   Nanos timeout = 0;
   bool nested = false;
+  std::uint32_t depth = 0;
   bool never_wait = false;
   bool background = false;
   bool polled = false;
@@ -122,6 +123,8 @@ class Puppet {
   PeerAddress address() const;
   /// Accepts the connection of `peer` and completes the handshake.
   void accept();
+  /// Makes the worker connect, accepts it, and replies to its first call.
+  void meet(Worker& worker);
   /// Connects to a worker and completes the handshake, except that it does not wait for the welcome.
   void prove(const PeerAddress& peer);
   /// Connects to a worker and completes the handshake.

@@ -121,6 +121,7 @@ bool FrameReader::begin_frame() {
          std::to_string(limits_.body) + ", " + std::to_string(limits_.segments) + ", " + std::to_string(limits_.name) +
          ")");
   } else {
+    if (is_numbered(h.type)) incoming_.number = numbered_++;
     const bool large = h.segment_count > 0 || h.body_size > kAlwaysTaken;
     incoming_.begun = large && h.timeout > 0 ? now() : 0;
     segment_headers_.clear();

@@ -80,6 +80,12 @@ class FrameReader {
   std::size_t direct_target(std::byte** to) const;
   void placed(std::size_t count) { filled_ += count; }
 
+  /// Returns how many bytes after those should be read with them: of a fragment only the headers of the next one, whose
+  /// bytes are then read directly too.
+  std::size_t read_ahead(std::size_t buffer) const {
+    return incoming_.header.type == FrameType::kFragment ? sizeof(FrameHeader) + sizeof(SegmentHeader) : buffer;
+  }
+
   /// Returns what is wrong if the stream ends now; "" between two frames.
   std::string end() const;
 
@@ -103,6 +109,7 @@ class FrameReader {
   SegmentSource* source_;
   Limits limits_;
   std::string error_;
+  std::uint64_t numbered_ = 0;  // frames with a number so far
 
   // Bytes not parsed yet.
   const std::byte* data_ = nullptr;

@@ -51,6 +51,8 @@ enum class LeftOut : char {
   kNoMemory = 77,  // the receiver had no memory for it
   kCanceled = 67,  // the caller canceled the request before it ran, or was lost
   kExpired = 69,  // the deadline of the request passed before it ran
+  kOverloaded = 79,  // over a limit of what a worker keeps at once; the text is `option: reason`
+  kBroken = 66,  // the connection broke before it had arrived, and its memory may have changed since
 };
 
 /// Completion status of a call (csrc/core/call_slab.h).
@@ -63,6 +65,7 @@ enum class Status : std::uint8_t {
   kStopped = 5,  // this worker was stopped
   kTooLarge = 6,  // the request is over the peer's limits and was not sent
   kCanceled = 7,
+  kOverloaded = 8,  // over a limit of what a worker keeps at once; the request was not sent
 };
 
 /// Kind of a work item that the core gives to a pool thread.
@@ -84,6 +87,7 @@ enum class EventKind : std::uint8_t {
   kCallback = 3,  // requested with `Engine.request_callback`
   kPeerBack = 4,
   kConnected = 5,
+  kReplaced = 6,  // a peer has refused this worker: a newer process has its name
 };
 
 /// Position in the call metadata, the tuple in the last segment of a message.
@@ -101,7 +105,7 @@ struct MetadataField {
 struct ScopeField {
   static constexpr int kWorker = 0;
   static constexpr int kDeadline = 1;
-  static constexpr int kNested = 2;
+  static constexpr int kDepth = 2;
   static constexpr int kRequest = 3;
   static constexpr int kAutograd = 4;
   static constexpr int kConnection = 5;

@@ -136,6 +136,24 @@ class ConnectionSnapshot:
     def unprocessed(self) -> int:
         """Bytes of requests that the peer has not started to process."""
 
+class LimitSnapshot:
+    """A limit of what the worker keeps at the same time."""
+
+    @property
+    def option(self) -> str:
+        """Name of the option that sets it."""
+
+    @property
+    def used(self) -> int:
+        """Of the peer that uses most, if the limit is per peer."""
+
+    @property
+    def limit(self) -> int: ...
+
+    @property
+    def refused(self) -> int:
+        """How often a message, or more memory, was refused."""
+
 class Snapshot:
     """Calls, requests, sessions and connections of an engine at one moment."""
 
@@ -154,6 +172,61 @@ class Snapshot:
 
     @property
     def connections(self) -> list[ConnectionSnapshot]: ...
+
+    @property
+    def limits(self) -> list[LimitSnapshot]: ...
+
+class AppliedFault:
+    """A rule applied to a message."""
+
+    @property
+    def rule(self) -> int:
+        """The id of the rule."""
+
+    @property
+    def destination(self) -> str:
+        """Name of the peer; "" if not known yet."""
+
+    @property
+    def type(self) -> int:
+        """FrameType of the message."""
+
+    @property
+    def tag(self) -> int: ...
+
+    @property
+    def nth(self) -> int:
+        """Number of the message among those that the rule is about."""
+
+    @property
+    def link(self) -> str:
+        """Description of the connection."""
+
+class Faults:
+    """Rules of faults of one worker; times are in nanoseconds."""
+
+    def __init__(self, source: str, seed: int) -> None: ...
+
+    def add(self, *, id: int, action: int, destination: str, types: int, tag: int, without: int, nth: int, count: int, probability: float, delay: int, body: bool) -> None: ...
+
+    def remove(self, id: int) -> bool:
+        """Remove a rule; return whether it was there."""
+
+    def clear(self) -> None:
+        """Remove all rules."""
+
+    def release(self) -> None:
+        """Release the messages that rules hold back now."""
+
+    def applied(self) -> list[AppliedFault]:
+        """Return what the rules have done, in order."""
+
+    def wait(self, count: int, timeout: int) -> bool:
+        """
+        Wait until `count` faults have been applied.
+
+        Returns False after the timeout.
+        """
 
 class PoolThread:
     """State of one pool thread in `Engine.next`."""
@@ -183,7 +256,7 @@ class Engine:
     Times are in nanoseconds; a timeout of 0 is infinite.
     """
 
-    def __init__(self, *, id: int, name: str, incarnation: int, group: str, secret: bytes, spin: int, handlers: int, window: int, pool_cache: int, handshake_timeout: int, connect_timeout: int, heartbeat: int, local_heartbeat: int, max_body: int, max_message: int, shared_memory: int, lanes: int, check_uid: bool, secret_given: bool, encrypted: bool, certificate: str, private_key: str, authority: str) -> None: ...
+    def __init__(self, *, id: int, name: str, incarnation: int, group: str, secret: bytes, spin: int, handlers: int, window: int, pool_cache: int, handshake_timeout: int, connect_timeout: int, heartbeat: int, local_heartbeat: int, max_body: int, max_message: int, shared_memory: int, lanes: int, max_call_depth: int, max_in_flight: int, send_queue: int, max_waiting: int, arena_budget: int, max_peers: int, resume: bool, check_uid: bool, secret_given: bool, encrypted: bool, certificate: str, private_key: str, authority: str, faults: Faults | None) -> None: ...
 
     def listen(self, address: str) -> str:
         """Listen on an address and return the address that peers connect to."""
@@ -207,9 +280,9 @@ class Engine:
     def is_open(self, connection: int) -> bool:
         """Return whether the session of a connection has not ended."""
 
-    def disconnect(self, id: int, why: str) -> None: ...
+    def disconnect(self, id: int, why: str, incarnation: int) -> None: ...
 
-    def remove_peer(self, id: int, why: str) -> None: ...
+    def remove_peer(self, id: int, why: str, incarnation: int) -> None: ...
 
     def call(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, keep_alive: object | None) -> tuple[Any, ...]:
         """
@@ -248,6 +321,9 @@ class Engine:
 
         If it is canceled later, the pool gets a work item of kind 6.
         """
+
+    def parked(self) -> int:
+        """Return the number of requests that wait for their inputs."""
 
     def is_canceled(self, connection: int, call: int) -> bool:
         """Return whether a request that has no reply yet has been canceled."""
@@ -316,7 +392,7 @@ class Engine:
     @property
     def memory(self) -> Memory: ...
 
-    def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, metadata: list[bytes] | None, epochs: list[int], timeout: int, nested: bool, never_wait: bool, futures: list[Any]) -> list[int]:
+    def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, metadata: list[bytes] | None, epochs: list[int], timeout: int, depth: int, never_wait: bool, futures: list[Any]) -> list[int]:
         """
         Send one request to several peers, like `start`.
 
@@ -418,11 +494,11 @@ class Client:
         Notify threads in `complete_many` that another thread has completed a future.
         """
 
-    def notify_context_ended(self, peer: int, value: object) -> bool:
+    def notify_context_ended(self, peer: int, value: object, epoch: int = -1) -> bool:
         """
         Notify a peer that an autograd context has ended.
 
-        Returns False if the codec cannot encode the value.
+        It is not sent if its epoch has ended. Returns False if the codec cannot encode the value.
         """
 
     NOT_ENCODABLE: Final[int] = ...
@@ -613,7 +689,19 @@ class Codec:
     str, bytes, tuple, list, dict, dense CPU tensors and the registered types; subclasses are not.
     """
 
-    def __init__(self, tensor_type: type, exchange_api: object | None, encode_tensor: object, decode_tensor: object, max_depth: int = 64, byte_types: tuple[Any, ...] = (), parameter_type: object | None = None, watch_cut: object | None = None, is_watched: object | None = None) -> None: ...
+    def __init__(self, tensor_type: type, exchange_api: object | None, encode_tensor: object, decode_tensor: object, max_depth: int = 64, byte_types: tuple[Any, ...] = (), parameter_type: object | None = None, watch_cut: object | None = None, is_watched: object | None = None, max_objects: int = 33554432, too_many: object | None = None) -> None: ...
+
+    @property
+    def max_objects(self) -> int:
+        """The most objects of a decoded value, in units of 64 bytes."""
+
+    @property
+    def refused(self) -> int:
+        """How many values had too many objects."""
+
+    @property
+    def most_objects(self) -> int:
+        """The most objects that a decoded value has had."""
 
     def register(self, type: type, code: int, pack: object, unpack: object) -> None:
         """

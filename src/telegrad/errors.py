@@ -14,8 +14,10 @@ __all__ = [
     "Cancelled",
     "DeviceNotMapped",
     "MessageTooLarge",
+    "NotExposed",
     "NotInitialized",
     "OwnerLost",
+    "PickleRefused",
     "RRefDeleted",
     "RRefError",
     "RRefNotPicklable",
@@ -57,10 +59,11 @@ class TelegradError(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Constructors of subclasses build the text from facts; the pickle has the text and the facts.
-        return _rebuild, (type(self), self.args, self.__dict__.copy())
+        return rebuild, (type(self), self.args, self.__dict__.copy())
 
 
-def _rebuild(kind: type[BaseException], args: tuple[Any, ...], facts: dict[str, Any]) -> BaseException:
+def rebuild(kind: type[BaseException], args: tuple[Any, ...], facts: dict[str, Any]) -> BaseException:
+    """Create an error from its arguments and attributes, without its constructor."""
     error = kind.__new__(kind)
     error.args = args
     error.__dict__.update(facts)
@@ -267,6 +270,45 @@ class SerializationError(TelegradError):
     """
 
 
+class PickleRefused(SerializationError):
+    """A value would have to be pickled, or has arrived as a pickle.
+
+    A worker with the option ``allow_pickle=False`` sends plain data and tensors only, and loads no pickles.
+
+    Example::
+
+        with cluster(2, rpc.Options(allow_pickle=False)):
+            try:
+                rpc.rpc_sync("w1", print, args=(object(),))
+            except errors.PickleRefused as error:
+                print(error)
+    """
+
+
+class NotExposed(TelegradError):
+    """A call names a function or method that its worker does not expose.
+
+    The worker has the option ``expose="listed"``, and runs only what
+    `telegrad.rpc.expose` has listed there. Nothing has run.
+
+    Args:
+        worker: Name of the callee.
+        what: What the call named.
+        remedy: How the callee can expose it.
+
+    Example::
+
+        with cluster(2, rpc.Options(expose="listed")):
+            try:
+                rpc.rpc_sync("w1", eval, args=("1 + 1",))
+            except errors.NotExposed as error:
+                print(error)
+    """
+
+    def __init__(self, worker: str, what: str, remedy: str) -> None:
+        super().__init__(f"worker {worker} does not expose {what} to calls (option expose). {remedy}")
+
+
 class MessageTooLarge(SerializationError):
     """A message exceeds the receiver's limits and was not sent.
 
@@ -298,6 +340,32 @@ class ReceiverOutOfMemory(TelegradError, MemoryError):
         except errors.ReceiverOutOfMemory:
             print("send it in parts")
     """
+
+
+class Overloaded(TelegradError):
+    """A worker has too much to do, or would keep too much at once.
+
+    The call has not run. Other calls are not affected, and the session with the callee goes on: make the call again
+    when results have arrived. ``docs/limits.md`` lists the limits.
+
+    Args:
+        limit: Name of the option that sets the limit, for example ``"max_call_depth"``.
+        message: What has reached the limit, and what to do.
+
+    Example::
+
+        def descend(levels):
+            return levels and rpc.rpc_sync("worker1", descend, args=(levels - 1,))
+
+        try:
+            descend(1000)
+        except errors.Overloaded as error:
+            print(error.limit)  # max_call_depth
+    """
+
+    def __init__(self, limit: str, message: str) -> None:
+        self.limit = limit
+        super().__init__(message)
 
 
 class DeviceNotMapped(SerializationError):

@@ -1,6 +1,7 @@
 """Options of Telegrad, as one table.
 
 `Options` is the table: it has name, type, default, environment variable and meaning of each option.
+The file is longer than others, because the table is in one place.
 `option_rows` generates the documentation from it. An argument overrides the environment, which overrides the
 default.
 
@@ -37,6 +38,8 @@ _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 _LEAST_LIMIT: Final = 64 << 10  # csrc/core/limits.h: kAlwaysTaken
 
+_MOST: Final = (1 << 31) - 1  # what 32 bits of a message can say, with room for more
+
 LEAST_SECRET_BYTES: Final = 16
 """Minimum length of a group's secret."""
 
@@ -45,7 +48,6 @@ MOST_LANES: Final = 16
 
 TRANSPORTS: Final = ("shm", "unix", "tcp")
 """Every transport there is, best first."""
-
 
 _LEVELS: Final = {
     "DEBUG": logging.DEBUG,
@@ -201,6 +203,17 @@ class Options(RpcBackendOptions):
     tls_ca: str | None = _option(
         None, "a PEM file with the authority that has signed the certificates of all workers", env="TELEGRAD_TLS_CA"
     )
+    expose: str = _option(
+        "all",
+        "which functions and methods other workers may call: all; listed allows those of `telegrad.rpc.expose` only",
+        env="TELEGRAD_EXPOSE",
+    )
+    allow_pickle: bool = _option(
+        True,
+        "whether messages may contain pickles, which can run any code when they are loaded; without them only plain"
+        " data, tensors, references and types of `telegrad.rpc.register_type` travel",
+        env="TELEGRAD_ALLOW_PICKLE",
+    )
     bind: str | None = _option(
         None, "the address to listen on; by default, the address used to reach the store", env="TELEGRAD_BIND"
     )
@@ -253,6 +266,66 @@ class Options(RpcBackendOptions):
         env="TELEGRAD_SHARED_MEMORY_BYTES",
         unit="bytes",
     )
+    arena_budget_bytes: int = _option(
+        4 * _GIB,
+        "how much memory this worker keeps for shared tensors (`shared_memory_bytes`, with all workers of the host) and"
+        " for reuse (`pool_cache_bytes`) in all; what does not fit is sent as bytes, or freed",
+        env="TELEGRAD_ARENA_BUDGET_BYTES",
+        unit="bytes",
+    )
+    max_call_depth: int = _option(
+        64,
+        "how deep calls may be nested: a call that a handler makes is one deeper than the handler's own; a deeper call"
+        " fails with Overloaded",
+        env="TELEGRAD_MAX_CALL_DEPTH",
+        unit="calls",
+    )
+    max_in_flight: int = _option(
+        65536,
+        "how many requests to one worker may have no reply before callers block (the less of both workers' options"
+        " counts); a call that cannot wait, in a handler or on an event loop, fails with Overloaded",
+        env="TELEGRAD_MAX_IN_FLIGHT",
+        unit="requests",
+    )
+    send_queue_bytes: int = _option(
+        _GIB,
+        "how many bytes may wait for one worker that reads too slowly, or has no connection yet; a further call, or"
+        " large result, fails with Overloaded",
+        env="TELEGRAD_SEND_QUEUE_BYTES",
+        unit="bytes",
+    )
+    max_waiting_messages: int = _option(
+        65536,
+        "how many messages may wait for a connection to one worker before callers block, and how many requests may wait"
+        " for references at their callee; what cannot wait fails with Overloaded",
+        env="TELEGRAD_MAX_WAITING_MESSAGES",
+        unit="messages",
+    )
+    max_objects: int = _option(
+        32 * _MIB,
+        "how many objects a message to this worker may become (numbers, strings and containers count 1, tensors 16); a"
+        " larger one fails its call with Overloaded",
+        env="TELEGRAD_MAX_OBJECTS",
+        unit="objects",
+    )
+    max_peers: int = _option(
+        16384,
+        "how many workers this worker knows at once, with itself; a further one is refused",
+        env="TELEGRAD_MAX_PEERS",
+        unit="workers",
+    )
+    warn_references: int = _option(
+        1_000_000,
+        "at how many remote references a worker logs a warning, once; 0 means never",
+        env="TELEGRAD_WARN_REFERENCES",
+        unit="references",
+    )
+    warn_contexts: int = _option(
+        10_000,
+        "at how many autograd contexts a worker logs a warning, once; 0 means never",
+        env="TELEGRAD_WARN_CONTEXTS",
+        unit="contexts",
+    )
     tcp_lanes: int = _option(
         4,
         "the maximum number of TCP connections to one worker for large tensors; additional connections are opened only"
@@ -278,6 +351,12 @@ class Options(RpcBackendOptions):
         " of life, and is lost within three times this time; 0 means never",
         env="TELEGRAD_HEARTBEAT",
         unit="s",
+    )
+    resume: bool = _option(
+        True,
+        "whether a session outlives its TCP connection: messages that had not arrived are sent again over a new"
+        " connection, and run once; without it, or with heartbeat 0, calls and references end with the connection",
+        env="TELEGRAD_RESUME",
     )
     local_heartbeat: float = _option(
         30.0,
@@ -318,6 +397,9 @@ class Options(RpcBackendOptions):
         " continues on the other workers and adds to their ``.grad``; see `telegrad.autograd.plain`",
         env="TELEGRAD_PLAIN_BACKWARD",
     )
+    faults: str | None = _option(
+        None, "rules of faults, for tests: a `telegrad.testing.faults.Plan`", env="TELEGRAD_FAULTS"
+    )
     remote_error_level: str = _option(
         "INFO",
         "the level at which a worker logs, with the logger telegrad.remote, exceptions that its functions raise for"
@@ -340,11 +422,16 @@ class Options(RpcBackendOptions):
         """
         self.rpc_timeout = _seconds(self.rpc_timeout)
         _text(self.init_method, "init_method")
+        _text(self.faults or "", "faults")
         self.num_worker_threads = check_threads(self.num_worker_threads)
         for row in dataclasses.fields(self):
             value, unit = getattr(self, row.name), row.metadata["unit"]
             if unit and (not isinstance(value, (int, float)) or value < 0):
                 raise ValueError(f"option {row.name} has to be a number of {unit}, 0 or more, not {value!r}")
+        for name in ("max_call_depth", "max_in_flight", "max_waiting_messages", "max_objects", "max_peers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= _MOST:
+                raise ValueError(f"option {name} has to be a whole number from 1 to {_MOST}, not {value!r}")
         for name in ("max_header_bytes", "max_message_bytes"):
             if getattr(self, name) < _LEAST_LIMIT:
                 raise ValueError(
@@ -372,6 +459,8 @@ class Options(RpcBackendOptions):
             )
         if self.encryption not in ("auto", "off"):
             raise ValueError(f"option encryption has to be auto or off, not {self.encryption!r}")
+        if self.expose not in ("all", "listed"):
+            raise ValueError(f"option expose has to be all or listed, not {self.expose!r}")
         if len({bool(path) for path in (self.tls_cert, self.tls_key, self.tls_ca)}) > 1:
             raise ValueError("give all of the options tls_cert, tls_key and tls_ca, or none of them")
         if self.tls_cert and self.encryption == "off":

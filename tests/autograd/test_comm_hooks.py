@@ -109,7 +109,7 @@ def test_a_hook_that_leaves_the_gradients() -> None:
 def test_a_pass_without_a_hook_takes_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     from telegrad.autograd.passes import manager
 
-    def decompress(messages: Any) -> Any:
+    def decompress(messages: Any, _: Any) -> Any:
         raise AssertionError("the slow path")
 
     monkeypatch.setattr(manager, "decompress", decompress)

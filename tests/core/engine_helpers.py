@@ -52,12 +52,20 @@ class Native:
             "max_message": 1 << 36,
             "shared_memory": 1 << 30,
             "lanes": 4,
+            "max_call_depth": 64,
+            "max_in_flight": 1 << 16,
+            "send_queue": 1 << 30,
+            "max_waiting": 1 << 16,
+            "arena_budget": 4 << 30,
+            "max_peers": 1 << 14,
+            "resume": False,
             "check_uid": True,
             "secret_given": False,
             "encrypted": False,
             "certificate": "",
             "private_key": "",
             "authority": "",
+            "faults": None,
         }
         self.engine = _core.Engine(id=ident, name=f"w{ident}", **settings | options)
         self.address = self.engine.listen(f"unix:@telegrad-test-{uuid.uuid4().hex}")

@@ -56,14 +56,18 @@ class Step:
 
 
 class Actor:
-    """Process that runs steps."""
+    """Process that runs steps.
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    Args:
+        setup: Called in the process before it has other threads.
+    """
+
+    def __init__(self, rank: int, folder: Path, setup: Callable[[], None] | None = None) -> None:
         self.rank = rank
         self.name = f"w{rank}"
         self._log = folder / f"{rank}.err"
         self._connection, theirs = _context.Pipe()
-        self.process = _context.Process(target=_act, args=(theirs, str(self._log)), daemon=False)
+        self.process = _context.Process(target=_act, args=(theirs, str(self._log), setup), daemon=False)
         self.process.start()
         theirs.close()
         self._numbers = itertools.count()
@@ -131,12 +135,14 @@ def _children_of(pid: int | None) -> list[int]:
     ]
 
 
-def _act(connection: Connection, log: str) -> None:
+def _act(connection: Connection, log: str, setup: Callable[[], None] | None) -> None:
     fd = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(fd, 2)
     os.close(fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if setup is not None:
+        setup()
 
     def run(number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:

@@ -10,7 +10,7 @@ from typing import Any, Self
 from telegrad.rpc import Options, Worker
 
 MAGIC = 0x31524754
-VERSION = 8
+VERSION = 9
 HELLO, CHALLENGE, PROOF, WELCOME, REFUSE, ANSWER, CONFIRM = 1, 2, 3, 4, 5, 6, 7
 REQUEST, REPLY, ONEWAY, CREDIT, GOODBYE = 16, 17, 18, 19, 20
 CANCEL, CALL_STATE = 22, 23
@@ -30,7 +30,7 @@ def frame(kind: int, body: bytes = b"", *, size: int | None = None, magic: int =
         fields.get("name_size", 0),
         len(body) if size is None else size,
         fields.get("segments", 0),
-        0,
+        fields.get("depth", 0),
         fields.get("call", 0),
         fields.get("timeout", 0),
         fields.get("credit", 0),
@@ -134,9 +134,10 @@ class RawPeer:
             + identity(*me)
             + identity(core.info.id, core.info.name, core.incarnation)
             + text(nonce or os.urandom(32))
-            + struct.pack("<QQII", 256 << 20, 256 << 30, 1 << 20, 1 << 16)  # limits
-            + struct.pack("<I", 1)  # lanes
+            + struct.pack("<QQIII", 256 << 20, 256 << 30, 1 << 20, 1 << 16, 1 << 16)  # limits
+            + struct.pack("<IB", 1, 0)  # lanes; its sessions end with their connections
             + struct.pack("<QBQ", next(_dials), 0, 0)  # the offered session, after none
+            + struct.pack("<B", 0)  # the purpose: a session
             + text(b"")  # the link, of a lane
         )
 
@@ -164,7 +165,8 @@ class RawPeer:
     def confirmation(self, hello: bytes, challenge: bytes, answer: bytes) -> bytes:
         """Return the body of the fifth frame."""
         (size,) = struct.unpack_from("<I", answer)
-        return self.mac(b"confirm", text(text(hello) + challenge) + answer[: 4 + size])
+        received = struct.pack("<Q", 0)
+        return received + self.mac(b"confirm", text(text(text(hello) + challenge) + answer[: 4 + size]) + received)
 
 
 class Bomb:

@@ -36,8 +36,9 @@ from raw_peer_helpers import (
 
 from telegrad.errors import SerializationError, TelegradError
 from telegrad.rpc import Options
+from telegrad.serialize.tensor_layout import make_codec
 from telegrad.testing import Cluster, Gate, cluster, eventually
-from telegrad.wire import BodyKind, Tag
+from telegrad.wire import BodyKind, Flag, Tag
 
 pytestmark = pytest.mark.openssl
 
@@ -227,6 +228,33 @@ def test_a_body_that_cannot_be_decoded_gets_an_error_reply(w: Cluster, kind: Bod
         answer, reply = raw.receive()
         assert answer == REPLY
         assert b"Error" in reply
+        raw.send(frame(GOODBYE))
+    assert w[0].rpc_sync("w1", abs, (-3,)) == 3
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        ((), None, None, "x", "y", None),
+        ((), None, None, 2**70, 3, None),
+        ((), None, None, 7, [], None),
+        (5, None, None, None, None, None),
+        ((), "x", None, None, None, None),
+        [(), None],
+    ],
+    ids=["texts", "large number", "list", "no tickets", "target", "list"],
+)
+def test_metadata_that_cannot_be_read_gets_an_error_reply(w: Cluster, metadata: object) -> None:
+    codec = make_codec()
+    (body, _), (trailer, _) = codec.encode(((), {})), codec.encode(metadata)
+    with RawPeer(w[1], "unix") as raw:
+        assert raw.join(member(22, "muddled")) == WELCOME
+        for call in range(20):  # more than the worker has threads
+            request = frame(REQUEST, tag=Tag.CALL, flags=Flag.METADATA, call=call + 1, segments=1, size=len(body))
+            raw.send(request + struct.pack("<QQ", len(trailer), 0) + body + trailer)
+            answer, reply = raw.receive()
+            assert answer == REPLY
+            assert b"Error" in reply
         raw.send(frame(GOODBYE))
     assert w[0].rpc_sync("w1", abs, (-3,)) == 3
 

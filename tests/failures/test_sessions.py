@@ -6,7 +6,8 @@ Both ends lose the session, and the next one begins without what it counted.
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -25,7 +26,7 @@ TIMEOUT = 20.0
 
 @pytest.fixture
 def w() -> Iterator[Cluster]:
-    with cluster(2, Options(transports=("tcp",))) as group:
+    with cluster(2, Options(transports=("tcp",), resume=False)) as group:
         assert group[0].rpc_sync("w1", abs, (-1,)) == 1
         yield group
         for worker in (group[0], group[1]):
@@ -110,6 +111,16 @@ def test_contexts_of_an_ended_session_end(w: Cluster) -> None:
     eventually(lambda: not w[1]._worker.autograd.contexts.table)
 
 
+def test_the_end_of_a_context_is_sent_to_a_returned_worker(w: Cluster) -> None:
+    worker = w[0]._worker
+    with w[0], autograd.context():
+        rpc.rpc_sync("w1", torch.sum, args=(torch.ones(2, requires_grad=True),))
+        for part in (worker.references, worker.autograd):
+            part.peer_lost(1, "it is silent", *[True] * (part is worker.references))
+        worker.on_peer_back(1)
+    eventually(lambda: not w[1]._worker.autograd.contexts.table)
+
+
 CLOSED = 1 << 40  # no connection has this number
 
 
@@ -144,7 +155,7 @@ def test_a_creation_ends_with_the_session_that_carried_it(w: Cluster) -> None:
 def test_a_graceful_shutdown_right_after_a_break() -> None:
     """Cover both orders: an end sees the break before its shutdown, or in it."""
     for _ in range(20):
-        with cluster(2, Options(transports=("tcp",), shutdown_timeout=TIMEOUT)) as group:
+        with cluster(2, Options(transports=("tcp",), resume=False, shutdown_timeout=TIMEOUT)) as group:
             assert group[0].rpc_sync("w1", abs, (-1,)) == 1
             ports = {int(one._worker.member.addresses[0].rpartition(":")[2]) for one in (group[0], group[1])}
             (end,) = accepted_sockets(ports)
@@ -159,3 +170,79 @@ def test_a_worker_without_which_the_group_shuts_down_gathers_alone(w: Cluster) -
     with w[1]:
         assert rpc.api._all_gather("own", timeout=TIMEOUT) == {"w1": "own"}
     gone.clear()
+
+
+def send_to_one(own: "rpc.RRef[torch.Tensor]") -> None:
+    rpc.rpc_sync("w1", fetch, (own,))
+
+
+def send_to_several(own: "rpc.RRef[torch.Tensor]") -> None:
+    rpc.wait_all(rpc.multicast(["w1"], fetch, (own,)))
+
+
+@pytest.mark.parametrize("send", [send_to_one, send_to_several])
+def test_a_ticket_made_after_the_end_of_its_session_counts_nothing(
+    w: Cluster, monkeypatch: pytest.MonkeyPatch, send: Callable[["rpc.RRef[torch.Tensor]"], None]
+) -> None:
+    """The session ends between the epoch of a message and its ticket."""
+    worker = w[0]._worker
+    share = worker._share
+
+    def break_and_share(*arguments: Any) -> Ticket:
+        break_connections(w)
+        return share(*arguments)
+
+    with w[0]:
+        own = rpc.RRef(torch.ones(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.messages, "_share", break_and_share)
+            with pytest.raises(WorkerLost):
+                send(own)
+        assert worker.references.leaks() == []
+        assert torch.equal(rpc.rpc_sync("w1", fetch, (own,)), torch.ones(2))
+
+
+def test_a_message_made_while_its_receiver_was_lost_is_not_sent_after_its_return(
+    w: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ticket counts nothing."""
+    worker = w[0]._worker
+    share = worker._share
+
+    def share_and_return(*arguments: Any) -> Ticket:
+        ticket = share(*arguments)
+        worker.references.peer_joined(1)
+        return ticket
+
+    with w[0]:
+        own = rpc.RRef(torch.ones(2))
+        worker.references.peer_lost(1, "it is silent", gone=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.messages, "_share", share_and_return)
+            with pytest.raises(WorkerLost):
+                rpc.rpc_sync("w1", fetch, (own,))
+        assert torch.equal(rpc.rpc_sync("w1", fetch, (own,)), torch.ones(2))
+
+
+def test_a_request_about_a_reference_belongs_to_the_session_of_its_ticket(
+    w: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session ends between its ticket and the encoding of the request."""
+    worker = w[0]._worker
+    encode = worker.messages.encode
+
+    def break_and_encode(*arguments: Any) -> Any:
+        target = (*arguments, None, None)[2]  # only of creations
+        if target is not None:
+            break_connections(w)
+        return encode(*arguments)
+
+    with w[0]:
+        held = rpc.remote("w1", dict)
+        held.to_here()
+        monkeypatch.setattr(worker.messages, "encode", break_and_encode)
+        kept = held.remote().copy()
+        with pytest.raises(OwnerLost):
+            kept.to_here()
+    assert worker.references.stats().pins == 0
+    eventually(lambda: w[1]._worker.references.stats().owners == 0)

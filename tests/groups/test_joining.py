@@ -18,7 +18,7 @@ from telegrad.errors import TelegradError
 from telegrad.group.log import lease_key, lease_value
 from telegrad.group.process_identity import GONE, RUNNING, UNKNOWN, fate_of, own_process
 from telegrad.rpc import Options, Worker
-from telegrad.testing import Gate, cluster
+from telegrad.testing import Gate, cluster, eventually
 
 PATIENT = Options(member_lease=20.0, transports=("tcp",), rpc_timeout=30)
 QUICK = Options(member_lease=2.0, transports=("tcp",), rpc_timeout=30)
@@ -83,6 +83,19 @@ def test_join_does_not_wait_for_a_busy_member() -> None:
         gate.open()
         busy.wait()
         assert group[1].rpc_sync("w0", abs, (-1,)) == group[0].rpc_sync("w1", abs, (-1,)) == 1
+
+
+def test_workers_that_have_left_make_room(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(1, Options(max_peers=2, rpc_timeout=30), store=HashStore(), dynamic=True) as group:
+        for number in range(5):
+            guest = Worker(f"guest{number}", options=Options(rpc_timeout=30), store=group.store)
+            assert guest.rpc_sync("w0", abs, (-1,)) == 1
+            if number == 0:
+                with pytest.raises(TelegradError, match="refused by the peer"):
+                    Worker("w9", options=QUICK, store=group.store)
+                assert "Raise the option on w0, or let other workers leave first." in caplog.text
+            guest.shutdown()
+            eventually(lambda: group[0].debug_info().limits["max_peers"].used == 1)
 
 
 def test_silent_member_stays_a_member() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from process_helpers import TIMEOUT, Actor, actors, call, call_many, failure, free_port, state
 
 from telegrad import rpc
+from telegrad.errors import WorkerLost
 from telegrad.group.lease import Lease
 from telegrad.group.log import GroupLog
 from telegrad.rpc import Options
@@ -66,6 +68,14 @@ def process_of(worker: str) -> int:
     return int(rpc.rpc_sync(worker, os.getpid, timeout=TIMEOUT))
 
 
+def reaches(worker: str, process: int | None) -> bool:
+    """Return whether a call gets to a process, instead of failing with the one before."""
+    try:
+        return process_of(worker) == process
+    except WorkerLost:
+        return False
+
+
 STEPS: dict[str, tuple[Any, str, bool]] = {  # function, whether the process dies after it has run
     "before the lease": (Lease, "acquire", False),
     "after the lease": (Lease, "acquire", True),
@@ -103,6 +113,14 @@ def stop(actor: Actor) -> None:
 def resume(actor: Actor) -> None:
     assert actor.process.pid is not None
     os.kill(actor.process.pid, signal.SIGCONT)
+
+
+def assert_reached(actor: Actor, name: str, caller: Actor) -> None:
+    """Assert that calls get to a new process.
+
+    A join waits only briefly for the other members to read of it, so calls of a late one may still fail.
+    """
+    eventually(lambda: caller.do(reaches, name, actor.process.pid), timeout=TIMEOUT)
 
 
 @pytest.fixture
@@ -194,6 +212,7 @@ def test_replaced_process_gets_no_calls(four: list[Actor], where: str) -> None:
     stop(zombie)
     assert successor.do(join, "w1", where) >= LEASE / 2  # after the lease has expired
     assert successor.do(incarnation) > old
+    assert_reached(successor, "w1", first)
     new_pid = first.do(process_of, "w1")
     assert old_pid != new_pid == successor.process.pid
     resume(zombie)
@@ -238,7 +257,7 @@ def test_rank_of_a_static_group_comes_back(four: list[Actor], file: str, rank: i
     assert spare.do(incarnation) > old
     for actor in group:
         for other in group:
-            assert actor.do(process_of, other.name) == other.process.pid
+            assert_reached(other, other.name, actor)
     assert [actor.do(names) for actor in group] == [["w0", "w1", "w2"]] * 3
     shut_down_all(group)
 
@@ -311,3 +330,69 @@ def test_shutdown_waits_for_a_rank_that_comes_back(four: list[Actor], file: str)
     new.do(leave)
     ending.result()
     last.result()
+
+
+# ---- replaced processes
+
+
+def blind() -> None:
+    """Let this process hear nothing from the store, once no renewal is under way."""
+    renewed = threading.Event()
+
+    def renew(_: Lease) -> bool:
+        renewed.set()
+        return True
+
+    Lease.renew = renew  # type: ignore[method-assign]
+    MembershipService._apply_to_self = lambda *_: None  # type: ignore[method-assign]
+    assert renewed.wait(TIMEOUT)
+
+
+def use_reference() -> object:
+    return state["rref"].to_here(timeout=TIMEOUT)
+
+
+def assert_fenced(zombie: Actor, why: str) -> None:
+    """Assert that all uses of a replaced worker fail with the reason.
+
+    The first call may only find that its connection was closed; the next one connects, and is refused.
+    """
+    eventually(lambda: zombie.do(failure, call, "w0", abs, -1)[0] == "NotInitialized", timeout=TIMEOUT)
+    eventually(lambda: f"worker {zombie.name} is out of its group: {why}" in zombie.stderr(), timeout=TIMEOUT)
+    kind, text = zombie.do(failure, call, "w0", abs, -1)
+    assert (kind, f"is out of its group: {why}" in text) == ("NotInitialized", True), text
+    assert zombie.do(failure, use_reference)[0] in ("NotInitialized", "RRefDeleted")
+
+
+def test_peers_fence_a_replaced_process_that_hears_nothing_from_the_store(four: list[Actor], where: str) -> None:
+    first, zombie, successor, _ = four
+    for actor in (first, zombie):
+        actor.do(join, actor.name, where)
+    zombie.do(hold_reference, "w0")
+    zombie.do(blind)
+    stop(zombie)
+    successor.do(join, "w1", where)
+    assert_reached(successor, "w1", first)
+    resume(zombie)
+    assert_fenced(zombie, "another process has taken its name, as worker w0 reports")
+    assert first.do(process_of, "w1") == successor.process.pid
+    assert successor.do(process_of, "w0") == first.process.pid
+    for actor in (successor, first):
+        actor.do(leave)
+
+
+@pytest.mark.parametrize("is_blind", [False, True], ids=["by the store", "by a peer"])
+def test_replaced_rank_of_a_static_group_is_fenced(four: list[Actor], file: str, is_blind: bool) -> None:
+    first, zombie, successor, _ = four
+    join_all([first, zombie], file)
+    zombie.do(hold_reference, "w0")
+    if is_blind:
+        zombie.do(blind)
+    stop(zombie)
+    successor.do(join_static, "w1", 1, 2, file)
+    assert_reached(successor, "w1", first)
+    resume(zombie)
+    zombie.do(failure, call, "w0", abs, -1)
+    assert_fenced(zombie, "another process has taken its name, as worker w0 reports" if is_blind else "")
+    assert first.do(process_of, "w1") == successor.process.pid
+    shut_down_all([first, successor])

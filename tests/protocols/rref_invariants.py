@@ -61,7 +61,7 @@ def own_tickets(world: World, worker: int) -> list[Ticket]:
     """Return SELF tickets in flight; those of owned references have a handle already."""
     node = world.nodes[worker]
     assert node is not None
-    held = [ticket for ticket, to, _ in node.outgoing if to == worker]
+    held = [ticket for ticket, to, *_ in node.outgoing if to == worker]
     return held + [ticket for packet in world.packets(worker, worker) for ticket in packet.tickets]
 
 
@@ -185,7 +185,7 @@ def in_flight(world: World, user: int, owner: int, rref: RRefId) -> int:
     user_node, owner_node = world.nodes[user], world.nodes[owner]
     assert user_node is not None
     assert owner_node is not None
-    for ticket, to, life in owner_node.outgoing:
+    for ticket, to, life, _ in owner_node.outgoing:
         tokens += (ticket.rref, ticket.kind, to, life) == (rref, GRANT, user, world.sessions.current[owner][user])
     batch = user_node.table._out._batches.get(owner)
     return tokens + (batch.releases.get(rref, 0) if batch else 0)
@@ -197,7 +197,7 @@ def accepts_pending(world: World, sender: int, receiver: int, transfer: int) -> 
     node, sending = world.nodes[receiver], world.nodes[sender]
     assert node is not None
     assert sending is not None
-    places += sum(t.transfer == transfer and t.kind != GRANT and to == receiver for t, to, _ in sending.outgoing)
+    places += sum(t.transfer == transfer and t.kind != GRANT and to == receiver for t, to, *_ in sending.outgoing)
     places += sum((sender, transfer) in entry.parents for entry in node.table._users.entries.values())
     batch = node.table._out._batches.get(sender)
     places += batch.transfers.count(transfer) if batch else 0

@@ -23,7 +23,7 @@ def duplicate(thing: Any) -> Any:
 class Node:
     """Worker with its table and the model's own count of its handles."""
 
-    __slots__ = ("creating", "handles", "outgoing", "picture", "script", "step", "table", "values")
+    __slots__ = ("begun", "creating", "handles", "outgoing", "picture", "script", "step", "table", "values")
 
     def __init__(self, table: RRefTable, script: tuple[Action, ...]) -> None:
         self.table = table
@@ -32,7 +32,8 @@ class Node:
         self.handles: Counter[Handle] = Counter()  # the program's
         self.values: dict[RRefId, tuple[Handle, ...]] = {}  # existing values of this worker -> the handles inside
         self.creating: dict[RRefId, bool] = {}  # creations in progress at other workers -> timed out
-        self.outgoing: tuple[tuple[Ticket, int, int], ...] = ()  # held tickets: (ticket, to, incarnation)
+        self.outgoing: tuple[tuple[Ticket, int, int, int], ...] = ()  # held tickets: (ticket, to, session, epoch)
+        self.begun: tuple[int, int] | None = None  # receiver and epoch of the message that is being made
         self.picture: Any = None
 
     def copy(self) -> "Node":
@@ -48,7 +49,7 @@ class Node:
             setattr(table, half, part)
         node.script, node.step, node.picture = self.script, self.step, None
         node.handles, node.values, node.creating = self.handles.copy(), self.values.copy(), self.creating.copy()
-        node.outgoing = self.outgoing
+        node.outgoing, node.begun = self.outgoing, self.begun
         return node
 
     def hold(self, rref: RRefId) -> None:
@@ -82,6 +83,7 @@ class Node:
                 tuple(sorted(self.creating.items())),
                 table.generation,
                 self.outgoing,
+                self.begun,
                 tuple(sorted(
                     (x, e.state, e.handles, tuple(sorted(e.tokens.items()))) for x, e in table._owners.entries.items()
                 )),

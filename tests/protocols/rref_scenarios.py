@@ -23,6 +23,17 @@ def world(*scripts: tuple[Action, ...], **options: Any) -> Scenario:
 DEATHS: dict[str, Any] = {"kills": 1, "mortal": (0, 1, 2)}
 RETURNS: dict[str, Any] = {**DEATHS, "rejoin": True}
 
+BEGUN = {  # messages whose session may end before their tickets are made
+    "forked": world((CREATE, ("begin", 2), ("share", X, 2)), (), (), cuts=1),
+    "granted": world((), (("own", OWN), ("begin", 0), ("share", OWN, 0)), (), cuts=1),
+    "returned": world((CREATE, ("begin", 1), ("share", X, 1)), (), (), cuts=1),
+    "granted, sent in the next session": world((), (("own", OWN), ("hold", OWN, 0), ("send",)), (), cuts=2, late=True),
+    "granted, sent to another process": world(
+        (), (("own", OWN), ("hold", OWN, 0), ("send",)), (), kills=1, mortal=(0,), rejoin=True
+    ),
+    "returned, sent in the next session": world((CREATE, ("hold", X, 1), ("send",)), (), (), cuts=1),
+}
+
 FAST = {
     "create": world((CREATE,), (), (), timeouts=True, flush="free", **RETURNS),
     "fork": world((CREATE, ("share", X, 2)), (), (), timeouts=True, flush="free"),
@@ -55,6 +66,7 @@ FAST = {
 }
 
 SLOW = {
+    "forked, two sessions end": world((CREATE, ("begin", 2), ("share", X, 2)), (), (), cuts=2),
     "never sent, deaths": world((("unsent", X, 1), ("share", X, 2), ("fail", X)), (), (("share", X, 1),), **DEATHS),
     "fork on to the owner": world((CREATE, ("share", X, 2)), (), (("share", X, 1),)),
     "unshared, timeouts": world(

@@ -46,7 +46,8 @@ class Scenario:
 
     Steps: ("own", x); ("create", x, owner, *nested); ("unsent", x, owner) then ("fail", x); ("refuse", x, owner);
     ("share", x, to); ("discard", x, to), which arrives but is not unpacked; ("hold", x, to), which makes a ticket that
-    a later ("unhold",) unshares; ("clone", x); ("release_all",).
+    a later ("unhold",) unshares, or ("send",) sends; ("clone", x); ("release_all",); ("begin", to), which reads the
+    epoch of the next message to a worker: the core drops it if the epoch ends before it is sent.
     `x` is an RRefId; `nested` are references that are sent in the creation and become part of the value.
     """
 
@@ -269,8 +270,17 @@ class World:
             return
         if verb == "unhold":
             outgoing, node.outgoing = node.outgoing, ()
-            for ticket, to, _ in outgoing:
+            for ticket, to, *_ in outgoing:
                 self.unshare(me, (ticket,), to)
+            return
+        if verb == "send":
+            outgoing, node.outgoing = node.outgoing, ()
+            for ticket, to, _, epoch in outgoing:
+                if epoch == table.epoch_of(to):  # else the core does not send the message
+                    self.post(me, to, "call", None, (ticket,))
+            return
+        if verb == "begin":
+            node.begun = rest[0], table.epoch_of(rest[0])
             return
         rref, *rest = rest
         if verb == "own":
@@ -297,17 +307,24 @@ class World:
             node.hold(rref)
             self.carry_out(me, table.adopt(rref))
         else:
-            tickets = self.tickets(node, (rref,), rest[0])
+            begun, node.begun = node.begun, None
+            epoch = begun[1] if begun is not None and begun[0] == rest[0] else None
+            tickets = self.tickets(node, (rref,), rest[0], epoch)
+            if epoch is not None and epoch != table.epoch_of(rest[0]):
+                return  # the core does not send the message, and nobody takes back its tickets
             if verb == "hold":
-                node.outgoing += tuple((ticket, rest[0], self.sessions.known[me][rest[0]]) for ticket in tickets)
+                session, epoch = self.sessions.known[me][rest[0]], table.epoch_of(rest[0])
+                node.outgoing += tuple((ticket, rest[0], session, epoch) for ticket in tickets)
             elif tickets:
                 self.post(me, rest[0], "discard" if verb == "discard" else "call", None, tickets)
 
-    def tickets(self, node: Node, rrefs: tuple[RRefId, ...] | list[RRefId], to: int) -> tuple[Ticket, ...]:
+    def tickets(
+        self, node: Node, rrefs: tuple[RRefId, ...] | list[RRefId], to: int, epoch: int | None = None
+    ) -> tuple[Ticket, ...]:
         made = []
         for rref in rrefs:
             try:
-                made.append(node.table.share(rref, to))
+                made.append(node.table.share(rref, to, epoch))
             except UnusableRRefError:
                 check(node.table.failure_of(rref), "share raises only for what has failed", rref)
         return tuple(made)

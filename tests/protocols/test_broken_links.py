@@ -10,7 +10,7 @@ import backward_world
 import pytest
 import rref_explorer
 import shutdown_world
-from rref_scenarios import CREATE, OWN, X, world
+from rref_scenarios import BEGUN, CREATE, OWN, X, world
 from rref_world import Scenario
 from schedules import run_schedules
 from test_backward import SMALL
@@ -23,6 +23,7 @@ CUTS = {
     "unshared in the next session": world(
         (), (("own", OWN), ("hold", OWN, 0), ("share", OWN, 0), ("unhold",)), (), cuts=1
     ),
+    **BEGUN,
 }
 
 

@@ -44,8 +44,8 @@ def test_a_counterexample_replays() -> None:
     class Unpinned(Users):
         __slots__ = ()
 
-        def share(self, rref, entry, to, kind):
-            ticket = super().share(rref, entry, to, kind)
+        def share(self, rref, entry, to, kind, epoch=None):
+            ticket = super().share(rref, entry, to, kind, epoch)
             entry.pins -= 1
             return ticket
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rref_explorer import Counterexample, explore
-from rref_scenarios import CREATE, FAST, OWN, SLOW, X, world
+from rref_scenarios import BEGUN, CREATE, FAST, OWN, SLOW, X, world
 from rref_world import Scenario
 
 from telegrad.protocols.rref import Abandon, OwnerState, RRefTable, UserState
@@ -23,8 +23,8 @@ FORK = (CREATE, ("share", X, 2))
 class SharesWithoutPin(Users):
     __slots__ = ()
 
-    def share(self, rref, entry, to, kind):
-        ticket = super().share(rref, entry, to, kind)
+    def share(self, rref, entry, to, kind, epoch=None):
+        ticket = super().share(rref, entry, to, kind, epoch)
         del self.transfers[ticket.transfer]
         entry.pins -= 1
         return ticket
@@ -96,8 +96,8 @@ class ForgetsThatItWasAsked(Users):
 class GrantsUncounted(Owners):
     __slots__ = ()
 
-    def grant(self, rref, entry, to):
-        ticket = super().grant(rref, entry, to)
+    def grant(self, rref, entry, to, epoch=None):
+        ticket = super().grant(rref, entry, to, epoch)
         entry.tokens.pop(to, None)
         return ticket
 
@@ -124,6 +124,20 @@ class UnsharesForTheNextLife(Owners):
         self.on_release(to, ticket.rref, 1)
 
 
+class CountsForTheNextSession(Outbox):
+    __slots__ = ()
+
+    def delivers(self, to, epoch):
+        return to not in self.lost
+
+
+class ReturnsInTheSameEpoch(Outbox):
+    __slots__ = ()
+
+    def resume(self, peer):
+        self.lost.pop(peer, None)
+
+
 class ForgetsTheDead(Outbox):
     __slots__ = ()
 
@@ -146,6 +160,9 @@ MUTANTS: list[tuple[type, str, Scenario]] = [
     (KeepsTokensOfTheDead, "G1", FAST["fork, deaths"]),
     (NeverAsksTheCreator, "L1", FAST["never sent"]),
     (UnsharesForTheNextLife, "G2", FAST["unshared to a returned worker"]),
+    (CountsForTheNextSession, "G1|L1", BEGUN["forked"]),
+    (CountsForTheNextSession, "G1|L1", BEGUN["granted"]),
+    (ReturnsInTheSameEpoch, "G2", BEGUN["granted, sent in the next session"]),
     (ForgetsTheDead, "G3", FAST["fork, deaths"]),
 ]
 

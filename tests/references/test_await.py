@@ -5,6 +5,7 @@ import gc
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,19 +64,25 @@ def test_on_the_owner_it_is_the_value_itself(w: Cluster) -> None:
 
 
 @pytest.mark.parametrize("owner", ["w0", "w1"])
-def test_the_loop_runs_until_the_value_exists(w: Cluster, owner: str) -> None:
+def test_the_loop_runs_until_the_value_exists(
+    w: Cluster, owner: str, busy_threads: Callable[[Cluster], set[threading.Thread]]
+) -> None:
     async def main() -> Any:
-        gate = Gate()
-        made = rpc.remote(owner, gate.enter, ("late",))
-        threads = threading.active_count()
-        waiting = [asyncio.ensure_future(made) for _ in range(20)]
+        made = rpc.remote(owner, gate.enter, ("late", 30.0))  # longer than `eventually` waits
         await asyncio.to_thread(gate.wait_for)
-        assert threading.active_count() <= threads + 2  # asyncio's own thread, and one of the pool
+        before = busy_threads(w)  # among them the one at the gate
+        waiting = [asyncio.ensure_future(made) for _ in range(20)]
+        assert await rpc.call(owner, max, (1, 2)) == 2  # sent after the others
+        eventually(lambda: busy_threads(w) <= before, what="the end of all threads but those before the waits")
         assert not any(task.done() for task in waiting)
         gate.open()
         return await asyncio.gather(*waiting)
 
-    assert asyncio.run(main()) == ["late"] * 20
+    gate = Gate()
+    try:
+        assert asyncio.run(main()) == ["late"] * 20
+    finally:
+        gate.open()
     quiet(w)
 
 
@@ -117,6 +124,7 @@ def test_the_default_timeout_applies(w: Cluster) -> None:
 @pytest.mark.parametrize("owner", ["w0", "w1"])
 def test_a_canceled_await_leaks_and_logs_nothing(w: Cluster, owner: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main(gate: Gate) -> None:
+        asyncio.get_running_loop().slow_callback_duration = 3600  # its warnings are about the machine
         made = rpc.remote(owner, fail_after, (gate,))
         task = asyncio.ensure_future(made)
         await asyncio.to_thread(gate.wait_for)

@@ -7,7 +7,7 @@ import threading
 from telegrad import rpc
 from telegrad.testing import Cluster, Local
 
-TCP = rpc.Options(transports=("tcp",), tcp_lanes=1)
+TCP = rpc.Options(transports=("tcp",), tcp_lanes=1, resume=False)
 FAST = rpc.Retry(attempts=5, backoff=0.001, max_backoff=0.01)
 
 

@@ -33,7 +33,9 @@ def everything_still_runs(clean: Cluster, caplog: pytest.LogCaptureFixture) -> I
         said = [*caplog.get_records("call"), *caplog.records]  # until now
         assert not [r for r in said if "Telegrad's own" in r.getMessage()]
     for worker, engine in zip(clean, engines, strict=True):
-        assert engine.stats()["pool_threads"] == len(worker._worker.pool.threads())
+        eventually(
+            lambda engine=engine, pool=worker._worker.pool: engine.stats()["pool_threads"] == len(pool.threads())  # type: ignore[misc]
+        )
 
 
 async def thread_of_loop() -> int:

@@ -59,7 +59,9 @@ def test_several_workers_share_the_items() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [lambda x: x + 1, (1).__add__, rpc.functions.async_execution(lambda x: done(x + 1))], ids=str
+    "function",
+    [lambda x: x + 1, (1).__add__, rpc.functions.async_execution(lambda x: done(x + 1))],
+    ids=["lambda", "method-wrapper", "async_execution"],
 )
 def test_functions_without_a_name(function: Any) -> None:
     assert list(rpc.map("w1", function, range(20))) == list(range(1, 21))

@@ -116,8 +116,9 @@ LAYERS = {
     "codec": set[str](),
     "python": {"base", "wire", "memory", "core", "codec"},
     "tests": {"base", "memory", "core", "transports"},
+    "fuzz": {"base", "memory", "core", "transports", "codec", "python"},
 }
-WITH_PYTHON = {"codec", "python"}
+WITH_PYTHON = {"codec", "python", "fuzz"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
 FOREIGN = re.compile(r"^(torch|ATen|c10|caffe2|cuda|cuda_runtime)\b")
 PYTHON = re.compile(r"^(Python\.h|nanobind/|pybind11/)")

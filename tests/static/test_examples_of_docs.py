@@ -19,6 +19,7 @@ import pytest
 from test_programs_of_docs import free_port
 
 from telegrad.testing import cluster
+from telegrad.worker.serving.exposure import exposed
 
 FOLDER = documents.REPO / "docs" / "reference"
 PRELUDE = next(b.text for b in documents.split((FOLDER / "README.md").read_text())[0] if b.language == "python")
@@ -89,6 +90,8 @@ def test_it_runs(name: str, code: str, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     module = types.ModuleType(f"example_{re.sub(r'[^a-z0-9]', '_', name)}")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # so that handlers find its functions by name
+    monkeypatch.setattr(exposed, "_names", set())  # what an example exposes ends with it
+    monkeypatch.setattr(exposed, "_patterns", set())
     exec(PRELUDE, module.__dict__)
     compiled = compile(code, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     with nullcontext() if NO_GROUP.search(code) else cluster(3, names="worker{}", check=False):

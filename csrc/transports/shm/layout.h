@@ -11,8 +11,8 @@
 
 namespace telegrad {
 
-/// "3TGS": version number, changed with the layout below and with the meaning of leases.
-inline constexpr std::uint32_t kShmLayout = 0x53475433;
+/// "4TGS": version number, changed with the layout below and with the meaning of leases.
+inline constexpr std::uint32_t kShmLayout = 0x53475434;
 
 /// Start of the memory, followed by the bytes of the two rings.
 struct ShmControl {

@@ -7,7 +7,7 @@ namespace telegrad {
 
 std::size_t RingWriter::room() {
   const std::uint64_t read = control_->read.load(std::memory_order_acquire);
-  if (read - read_ > published_ - read_) {
+  if (broken_ || read - read_ > published_ - read_) {
     broken_ = true;
     return 0;
   }

@@ -20,26 +20,26 @@ namespace telegrad {
 namespace {
 
 constexpr std::uint64_t kSendTurn = 4 << 20;         // bytes of a message sent before other threads may send
-constexpr std::size_t kMinRead = 64 << 10;           // bytes of the ring read at once, at least
 constexpr int kMaxIovecs = 64;                       // parts of a message per step
 constexpr std::uint64_t kMinArenaSegment = 8 << 10;  // segments of at least this size go into the arena,
 constexpr std::uint64_t kMinWaitSize = 8 << 20;      // and from this size on they wait for an offered chunk
-constexpr std::uint64_t kArenaTurn = 32 << 20;       // bytes copied into the arena before other threads may send
-constexpr int kSocketBuffer = 1;                     // the kernel raises this to its minimum
-constexpr int kFillPackets = 64;                     // packets that fill the socket buffer in any case
+constexpr std::uint64_t kArenaTurn = 1 << 20;        // bytes copied into the arena before other threads may send
+constexpr FragmentSizes kSizes{.segment = kMinArenaSegment,
+                               .fragment = 64 << 10};  // a part of the ring: others wait behind the rest of a fragment
+constexpr int kFragmentsPerTurn = 4;                   // before other threads may send
+constexpr int kSocketBuffer = 1;                       // the kernel raises this to its minimum
+constexpr int kFillPackets = 64;                       // packets that fill the socket buffer in any case
 
-std::string reason(int error) { return std::generic_category().message(error); }
+}  // namespace
 
-void check_user(int socket, const std::string& description) {
+void ShmLink::check_user(int socket, const std::string& description) {
   const PeerCredentials peer = unix_credentials(socket);
   if (peer.kind == PeerCredentials::Kind::kUser && peer.uid == geteuid()) return;
   raise(EPERM, "the process at " + description + " runs as another user: memory is shared within one user only");
 }
 
-}  // namespace
-
 ShmLink::ShmLink(UniqueFd socket, std::string description, int end)
-    : socket_(std::move(socket)), description_(std::move(description)), end_(end) {
+    : socket_(std::move(socket)), description_(std::move(description)), end_(end), fragmenter_(kSizes.fragment) {
   setsockopt(fd(), SOL_SOCKET, SO_SNDBUF, &kSocketBuffer, sizeof kSocketBuffer);
 }
 
@@ -78,6 +78,7 @@ void ShmLink::use(SharedMemory memory) {
   out_ = RingWriter(&shared->rings[end_], data[end_], kShmRing);
   in_ = RingReader(&shared->rings[1 - end_], data[1 - end_], kShmRing);
   arena_ = Arena::make(&shared->releases[end_]);
+  arena_->set_budget(budget_);
   peer_arena_ = PeerArena::make(memory_, &shared->releases[1 - end_]);
   set_limits(limits_);
   shared_.store(shared, std::memory_order_release);
@@ -86,8 +87,14 @@ void ShmLink::use(SharedMemory memory) {
 void ShmLink::set_limits(const Limits& limits) {
   limits_ = limits;
   reader_.set_limits(limits);
+  reassembler_.set_limits(limits);
   if (arena_) arena_->set_limit(limits.leased);
   if (peer_arena_) peer_arena_->set_limit(limits.leased);
+}
+
+void ShmLink::set_budget(const std::shared_ptr<MemoryBudget>& budget) {
+  budget_ = budget;
+  if (arena_) arena_->set_budget(budget);
 }
 
 void ShmLink::fail(std::string why) {
@@ -155,15 +162,89 @@ SendState ShmLink::send(Outgoing& m) {
     const SendState state = flush();
     if (state != SendState::kSent) return state;
   }
+  if (large_.message != &m && !is_large(m)) return send_frame(m, copying_);
+  if (!large_.message) {
+    large_.message = &m;
+    large_.framed = false;
+    fragmenter_.begin();
+  }
+  SendState state = large_.framed ? SendState::kSent : send_frame(m, large_.copying);
+  large_.framed = state == SendState::kSent;
+  if (large_.framed && m.fragmented) state = send_fragments(m);
+  if (state == SendState::kSent && m.fragmented) fragmenter_.end();
+  if (state != SendState::kBlocked) {
+    large_.message = nullptr;
+    large_.copying = {};
+    large_.fragment.busy = false;
+  }
+  return state;
+}
+
+bool ShmLink::is_large(const Outgoing& m) const { return large_bytes(m, kSizes) > 0; }
+
+SendState ShmLink::send_between(Outgoing& m) {
+  if (!is_open()) return SendState::kBroken;
+  if (!shared_.load(std::memory_order_acquire)) return SendState::kBlocked;
+  SendState state = SendState::kSent;
+  if (large_.message && !large_.framed && !large_.message->prefix.empty()) {
+    state = send_frame(*large_.message, large_.copying);
+    large_.framed = state == SendState::kSent;
+  } else if (large_.message && large_.fragment.busy) {
+    state = send_fragment(*large_.message);
+  }
+  const bool awaits_chunk = awaits_chunk_;
+  if (state == SendState::kSent) state = send_frame(m, copying_);
+  awaits_chunk_ = awaits_chunk && state == SendState::kSent;
+  return state;
+}
+
+/// Sends a frame, after its large segments have been copied into the arena. Fragments follow.
+SendState ShmLink::send_frame(Outgoing& m, Copying& copying) {
   if (m.prefix.empty()) {
     if (!m.segments.empty()) {
-      const SendState state = copy_to_arena(m);
+      const SendState state = copy_to_arena(m, copying);
       if (state != SendState::kSent) return state;
     }
+    if (&m == large_.message) fragment(m);
     start_frame(m);
   }
+  const SendState state = write(m, kSendTurn);
+  if (state == SendState::kSent && m.header.type == FrameType::kReply && !m.segments.empty()) note_unread(m);
+  return state;
+}
+
+/// Selects the segments that are sent in fragments.
+void ShmLink::fragment(Outgoing& m) {
+  for (OutSegment& s : m.segments) {
+    if (s.lease != 0 || s.size < kSizes.segment) continue;
+    s.lease = kFragmented;
+    m.fragmented = true;
+  }
+}
+
+SendState ShmLink::send_fragments(Outgoing& m) {
+  for (int turn = 0; large_.fragment.busy || fragmenter_.cut(m, large_.fragment); ++turn) {
+    const SendState state = send_fragment(m);
+    if (state != SendState::kSent) return state;
+    if (turn >= kFragmentsPerTurn) return SendState::kBlocked;
+  }
+  return SendState::kSent;
+}
+
+/// Continues the present fragment.
+SendState ShmLink::send_fragment(const Outgoing& m) {
+  Fragment& fragment = large_.fragment;
+  fragment.locate(m);
+  if (fragment.out.prefix.empty()) start_frame(fragment.out);
+  const SendState state = write(fragment.out, UINT64_MAX);
+  fragment.busy = state != SendState::kSent;
+  return state;
+}
+
+/// Writes at most `most` bytes of a frame that has been begun into the ring.
+SendState ShmLink::write(Outgoing& m, std::uint64_t most) {
   if (m.total == 0) m.total = m.prefix.size() + payload_in_frame(m);
-  const std::uint64_t turn = m.sent + kSendTurn;
+  const std::uint64_t turn = m.total - m.sent > most ? m.sent + most : m.total;
   while (m.sent < m.total) {
     if (m.sent >= turn) return SendState::kBlocked;
     const std::size_t room = out_.room();
@@ -176,7 +257,6 @@ SendState ShmLink::send(Outgoing& m) {
     }
     if (!publish()) return fail_to_send();
   }
-  if (m.header.type == FrameType::kReply && !m.segments.empty()) note_unread(m);
   return SendState::kSent;
 }
 
@@ -194,36 +274,35 @@ std::uint64_t ShmLink::read_by_peer() const {
 /// Copies the large segments of a message into the arena before its frame begins, as far as there is or will be room.
 /// Segments sent as bytes cost the receiver a second buffer and two copies. Returns kBlocked if there is no room yet,
 /// or if other links are due.
-SendState ShmLink::copy_to_arena(Outgoing& m) {
+SendState ShmLink::copy_to_arena(Outgoing& m, Copying& copying) {
   std::uint64_t copied = 0;
   awaits_chunk_ = false;
-  for (; copying_.segment < m.segments.size(); ++copying_.segment) {
-    OutSegment& s = m.segments[copying_.segment];
+  for (; copying.segment < m.segments.size(); ++copying.segment) {
+    OutSegment& s = m.segments[copying.segment];
     if (s.multicast && (s.lease = arena_->pass_multicast(s, *this)) != 0) continue;
     if (s.lease != 0) s.lease = Lease::is_returned(s.lease) ? peer_arena_->return_zero_copy(s) : arena_->pass_leased(s);
     if (s.lease != 0) continue;
     if (s.size < kMinArenaSegment) continue;
-    if (!copying_.allocation) copying_.allocation = arena_->allocate(s.size);
-    if (!copying_.allocation) {
+    if (!copying.allocation) copying.allocation = arena_->allocate(s.size);
+    if (!copying.allocation) {
       const Arena::Growth growth = arena_->grow(*this);
       if (s.size < kMinWaitSize || growth == Arena::Growth::kNone) continue;
       awaits_chunk_ = growth == Arena::Growth::kOffered;
       return SendState::kBlocked;
     }
     if (copied >= kArenaTurn) return SendState::kBlocked;
-    const std::uint64_t size = std::min(s.size - copying_.copied, kArenaTurn - copied);
-    copy_to_shared(copying_.allocation->data + copying_.copied, s.data + copying_.copied, size,
-                   s.size < kNonTemporalSize);
-    copying_.copied += size;
+    const std::uint64_t size = std::min(s.size - copying.copied, kArenaTurn - copied);
+    copy_to_shared(copying.allocation->data + copying.copied, s.data + copying.copied, size, s.size < kNonTemporalSize);
+    copying.copied += size;
     copied += size;
-    if (copying_.copied < s.size) return SendState::kBlocked;
-    s.data = copying_.allocation->data;
-    s.lease = copying_.allocation->lease;
+    if (copying.copied < s.size) return SendState::kBlocked;
+    s.data = copying.allocation->data;
+    s.lease = copying.allocation->lease;
     arena_->pass(s.lease);
-    copying_.allocation.reset();
-    copying_.copied = 0;
+    copying.allocation.reset();
+    copying.copied = 0;
   }
-  copying_.segment = 0;
+  copying.segment = 0;
   return arena_->corrupt() ? fail_to_send() : SendState::kSent;
 }
 
@@ -284,158 +363,6 @@ SendState ShmLink::flush() {
     if (!publish()) return fail_to_send();
   }
   return SendState::kSent;
-}
-
-// ---- receiving
-
-bool ShmLink::enable_busy_poll() {
-  if (!shared_.load(std::memory_order_relaxed)) return false;
-  busy_polled_ = true;
-  in_.wake();
-  return true;
-}
-
-bool ShmLink::ready() { return in_.ready() || broken_; }
-
-bool ShmLink::arm_wakeup() {
-  in_.sleep();
-  if (in_.ready()) {
-    in_.wake();
-    return false;
-  }
-  busy_polled_ = false;
-  return true;
-}
-
-/// Processes packets of the socket, `most` at a time, until fewer arrive.
-void ShmLink::receive_packets(unsigned most) {
-  struct Slot {
-    std::byte packet[sizeof(ShmPacket)];
-    alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))];
-  };
-  Slot slots[kPackets];
-  iovec parts[kPackets];
-  mmsghdr messages[kPackets] = {};
-  while (!ended_ && !broken_) {
-    for (unsigned i = 0; i < most; ++i) {
-      parts[i] = {slots[i].packet, sizeof slots[i].packet};
-      messages[i].msg_hdr = {};
-      messages[i].msg_hdr.msg_iov = &parts[i];
-      messages[i].msg_hdr.msg_iovlen = 1;
-      messages[i].msg_hdr.msg_control = slots[i].control;
-      messages[i].msg_hdr.msg_controllen = sizeof slots[i].control;
-    }
-    const int n = ::recvmmsg(fd(), messages, most, MSG_DONTWAIT | MSG_CMSG_CLOEXEC, nullptr);
-    if (n < 0) {
-      if (errno == EINTR) continue;
-      if (errno == EAGAIN || errno == EWOULDBLOCK) return;
-      // A peer that closes with unread packets resets the connection: treat it as a plain end.
-      ended_ = true;
-      if (errno != ECONNRESET) fail(reason(errno));
-      return;
-    }
-    for (int i = 0; i < n; ++i) {
-      msghdr& header = messages[i].msg_hdr;
-      UniqueFd passed = received_fd(header);
-      if (messages[i].msg_len == 0) {
-        ended_ = true;
-      } else if (!ended_ && !broken_ && messages[i].msg_len > 1) {
-        on_packet(slots[i].packet, messages[i].msg_len, std::move(passed));
-      }
-    }
-    if (most < kPackets || n < static_cast<int>(most)) return;
-  }
-}
-
-void ShmLink::on_packet(const std::byte* bytes, std::size_t size, UniqueFd passed) {
-  ShmPacket packet;
-  if (size != sizeof packet) return fail("received bytes that are not a packet of a shared-memory link");
-  std::memcpy(&packet, bytes, size);
-  if (packet.what == ShmPacket::kMemory && packet.number == kShmLayout && !memory_) {
-    return map_link_memory(packet.size, std::move(passed));
-  }
-  if (!memory_) return fail("the other end uses another memory layout: run one version of telegrad on all workers");
-  switch (packet.what) {
-    case ShmPacket::kOffer:
-      return on_offer(packet.number, packet.size, std::move(passed));
-    case ShmPacket::kMapped:
-    case ShmPacket::kRefused:
-      to_send_ = true;
-      return arena_->on_answer(packet.number, packet.what == ShmPacket::kMapped);
-    case ShmPacket::kDrop:
-      return peer_arena_->unmap(packet.number);
-    default:
-      return fail("received bytes that are not a packet of a shared-memory link");
-  }
-}
-
-void ShmLink::map_link_memory(std::uint64_t size, UniqueFd passed) {
-  try {
-    check_user(fd(), description_);
-    if (!passed) raise(EMFILE, "cannot receive shared memory");
-    if (size != kShmSize) raise(EINVAL, "received shared memory of the wrong size");
-    use(SharedMemory::map_file(std::move(passed), size));
-  } catch (const std::system_error& e) {
-    fail(e.what());
-  }
-}
-
-void ShmLink::on_offer(std::uint32_t chunk, std::size_t size, UniqueFd passed) {
-  const bool mapped = peer_arena_->map(chunk, size, std::move(passed));
-  std::lock_guard lock(answers_mutex_);
-  answers_.push_back({chunk, mapped});
-  has_answers_.store(true, std::memory_order_relaxed);
-  to_send_ = true;
-}
-
-BlockPtr ShmLink::map_segment(const FrameHeader&, const SegmentHeader& segment, Inbox& inbox) {
-  if (Lease::is_multicast(segment.lease) || !Lease::is_returned(segment.lease)) {
-    return peer_arena_->map_segment(segment.lease, segment.size, inbox);
-  }
-  BlockPtr block = arena_->take_returned(segment.lease & ~Lease::kReturned, segment.size);
-  return block ? inbox.adopt(std::move(block)) : nullptr;
-}
-
-ReceiveState ShmLink::idle() { return std::exchange(to_send_, false) ? ReceiveState::kToSend : ReceiveState::kIdle; }
-
-ReceiveState ShmLink::receive(Inbox& inbox, std::size_t budget) {
-  if (broken_) return ReceiveState::kBroken;
-  std::size_t got = 0;
-  try {
-    while (true) {
-      const bool mapped = memory_ != nullptr;
-      while (mapped) {
-        const auto bytes = in_.peek();
-        if (bytes.empty()) break;
-        // The rest must be found again: the link is busy polled, or its wake-up is still pending.
-        if (got >= budget && got > 0 && (busy_polled_ || !in_.sleeps())) return ReceiveState::kMore;
-        const std::size_t size = std::min(bytes.size(), std::max(budget - std::min(budget, got), kMinRead));
-        if (!reader_.read(bytes.data(), size, inbox)) {
-          fail(reader_.error());
-          return ReceiveState::kBroken;
-        }
-        in_.take(size);
-        got += size;
-        if (in_.writer_waits()) {
-          receive_packets();
-          if (!busy_polled_) in_.sleep();  // all wake-ups have been processed
-        }
-      }
-      if (mapped && in_.broken()) fail("the other end has corrupted the memory of the link");
-      if (ended_) fail(reader_.end());
-      if (broken_) return ReceiveState::kBroken;
-      if (busy_polled_ && got > 0) return idle();
-      receive_packets();
-      if (ended_) continue;  // read the data that was written before the end
-      if (broken_) return ReceiveState::kBroken;
-      if (!memory_) return idle();
-      if (!busy_polled_) in_.sleep();
-      if (!in_.ready()) return idle();
-    }
-  } catch (const std::bad_alloc&) {
-    fail("no memory for " + reader_.describe());
-    return ReceiveState::kBroken;
-  }
 }
 
 }  // namespace telegrad

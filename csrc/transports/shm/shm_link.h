@@ -3,7 +3,8 @@
 // A Unix socket of packets supervises the link: the kernel reports the user of the other end, and at once when that
 // process has ended. Descriptors are passed over it, and its packets wake an end that sleeps. While both ends are
 // awake, nothing is sent over it. Large segments do not go through the ring: they are copied once into shared memory,
-// where the receiver uses them in place (arena.h, peer_arena.h).
+// where the receiver uses them in place (arena.h, peer_arena.h). Other messages are sent while one is copied. Segments
+// for which there is no such memory go through the ring in fragments (transports/fragments).
 #pragma once
 
 #include <atomic>
@@ -14,6 +15,8 @@
 #include "memory/arena.h"
 #include "memory/peer_arena.h"
 #include "memory/shared_memory.h"
+#include "transports/fragments/fragments.h"
+#include "transports/fragments/reassembler.h"
 #include "transports/frames.h"
 #include "transports/shm/layout.h"
 #include "transports/shm/ring.h"
@@ -32,6 +35,8 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
 
   int fd() const override { return socket_.get(); }
   SendState send(Outgoing& message) override;
+  bool is_large(const Outgoing& message) const override;
+  SendState send_between(Outgoing& message) override;
   bool buffer(const Outgoing& message) override;
   SendState flush() override;
   std::optional<LinkLease> lease(std::size_t size) override;
@@ -44,6 +49,7 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   bool arm_wakeup() override;
   bool waits_for_fd() const override { return !awaits_chunk_; }
   void set_limits(const Limits& limits) override;
+  void set_budget(const std::shared_ptr<MemoryBudget>& budget) override;
   void close() override;
   std::string error() const override;
   PeerCredentials peer_credentials(CredentialLookup& lookup) const override;
@@ -55,13 +61,24 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   static constexpr unsigned kPackets = 16;  // packets received with one system call
 
   ShmLink(UniqueFd socket, std::string description, int end);
+  static void check_user(int socket, const std::string& description);
   void use(SharedMemory memory);
   void fail(std::string why);
   SendState fail_to_send();
   bool is_open() const;
   bool publish();
   SendState blocked();
-  SendState copy_to_arena(Outgoing& message);
+  struct Copying {
+    std::size_t segment = 0;  // segments before it have been placed
+    std::optional<Arena::Allocation> allocation;
+    std::uint64_t copied = 0;
+  };
+  SendState send_frame(Outgoing& message, Copying& copying);
+  SendState send_fragments(Outgoing& message);
+  SendState send_fragment(const Outgoing& message);
+  SendState write(Outgoing& frame, std::uint64_t most);
+  SendState copy_to_arena(Outgoing& message, Copying& copying);
+  static void fragment(Outgoing& message);
   void note_unread(const Outgoing& message);
   std::uint64_t read_by_peer() const;
   void receive_packets(unsigned most = kPackets);
@@ -71,6 +88,7 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   bool answer_offers();
   ReceiveState idle();
   BlockPtr map_segment(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) override;
+  void discard(const Block* trailer) override { reassembler_.discard(trailer); }
   bool offer(std::uint32_t chunk, std::size_t size, int file) override;
   bool drop(std::uint32_t chunk) override;
 
@@ -78,6 +96,7 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   const std::string description_;
   const int end_;  // 0: the connecting end
   Limits limits_;
+  std::shared_ptr<MemoryBudget> budget_;
   std::shared_ptr<Arena> arena_;           // this end's memory for the peer
   std::shared_ptr<PeerArena> peer_arena_;  // the peer's memory. Both keep alive the memory that they need
   std::shared_ptr<SharedMemory> memory_;
@@ -93,14 +112,18 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   bool awaits_chunk_ = false;  // the peer has been offered a chunk for the message being sent
   FrameBuffer buffered_;
   struct {
-    std::size_t segment = 0;  // of the message being sent: segments before it have been placed
-    std::optional<Arena::Allocation> allocation;
-    std::uint64_t copied = 0;
-  } copying_;
+    Outgoing* message = nullptr;  // the large message that is being sent
+    bool framed = false;          // its frame has been sent
+    Copying copying;
+    Fragment fragment;
+  } large_;
+  Copying copying_;  // of a message that is not large
+  Fragmenter fragmenter_;
 
   // Receiving thread only.
   RingReader in_;
   FrameReader reader_{this};
+  Reassembler reassembler_;
   bool busy_polled_ = false;  // it is busy polled
   bool ended_ = false;        // the other end has closed
   bool to_send_ = false;      // the sending thread can continue: see ReceiveState::kToSend

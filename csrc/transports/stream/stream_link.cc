@@ -174,7 +174,8 @@ ReceiveState StreamLink::receive(Inbox& inbox, std::size_t budget) {
       iovec parts[2];
       int count = 0;
       if (missing > 0) parts[count++] = {direct, std::min(missing, spent ? kBuffer : std::max(budget - got, kBuffer))};
-      if (missing == 0 || parts[0].iov_len == missing) parts[count++] = {buffer_.get(), kBuffer};
+      if (missing == 0) parts[count++] = {buffer_.get(), kBuffer};
+      if (missing > 0 && parts[0].iov_len == missing) parts[count++] = {buffer_.get(), reader_.read_ahead(kBuffer)};
       const ssize_t n = stream_->read(parts, count, !spent);
       if (n > 0) {
         const std::size_t size = static_cast<std::size_t>(n);
@@ -183,6 +184,7 @@ ReceiveState StreamLink::receive(Inbox& inbox, std::size_t budget) {
         reader_.placed(placed);
         got += size;
         if (!reader_.read(buffer_.get(), size - placed, inbox)) {
+          violated_ = true;
           fail(reader_.error());
           return ReceiveState::kBroken;
         }
@@ -200,11 +202,13 @@ ReceiveState StreamLink::receive(Inbox& inbox, std::size_t budget) {
       } else if (errno == ENOTCONN && connecting_) {
         return ReceiveState::kIdle;
       } else if (errno != EINTR) {
+        violated_ = errno == EPROTO;  // a record of TLS was changed
         fail(reason(errno));
         return ReceiveState::kBroken;
       }
     }
   } catch (const std::bad_alloc&) {
+    violated_ = true;
     fail("no memory for " + reader_.describe());
     return ReceiveState::kBroken;
   }

@@ -38,6 +38,7 @@ class StreamLink final : public Link {
   void stop_sending();
   void close() override;
   std::string error() const override;
+  bool violated() const override { return violated_; }
   PeerCredentials peer_credentials(CredentialLookup& lookup) const override {
     return kind_.peer_credentials(fd(), lookup);
   }
@@ -67,6 +68,7 @@ class StreamLink final : public Link {
   std::string error_;
   std::string send_error_;  // why sending fails; empty if the other end has closed
   std::atomic<bool> broken_ = false;
+  std::atomic<bool> violated_ = false;
 
   // Sending thread only.
   bool send_broken_ = false;

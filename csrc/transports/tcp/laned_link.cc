@@ -13,7 +13,7 @@ namespace telegrad {
 namespace {
 
 constexpr std::uint64_t kMinBytesForLanes = 32 << 20;  // bytes of large messages before lanes are requested
-constexpr std::uint64_t kSendTurn = 4 << 20;           // bytes sent before other threads may send
+constexpr std::uint64_t kSendTurn = 512 << 10;         // bytes sent before other threads may send
 constexpr std::size_t kLaneBudget = 1 << 20;           // bytes read from a lane before the next lane is read
 constexpr Nanos kDrainTimeout = 10 * kSecond;          // limit for data on lanes after the end of the first connection
 constexpr unsigned kTrials = 6;           // messages that are sent in turn with and without lanes at first,
@@ -39,7 +39,9 @@ void LaneSpeeds::record(bool used_lanes, std::uint64_t bytes, Nanos time) {
 
 LanedLink::LanedLink(std::unique_ptr<ByteStream> stream, std::string description, bool connecting,
                      const SocketKind& kind, Striping striping)
-    : striping_(striping), first_(std::move(stream), std::move(description), connecting, kind) {
+    : striping_(striping),
+      first_(std::move(stream), std::move(description), connecting, kind),
+      fragmenter_(striping.sizes.fragment) {
   first_.set_segment_source(&reassembler_);
 }
 
@@ -84,13 +86,14 @@ std::vector<int> LanedLink::descriptors() const {
 // ---- opening lanes
 
 bool LanedLink::wants_lanes() const {
-  return open_ == 0 && large_bytes_.load(std::memory_order_relaxed) >= kMinBytesForLanes;
+  return striping_.lanes && open_ == 0 && large_bytes_.load(std::memory_order_relaxed) >= kMinBytesForLanes;
 }
 
 bool LanedLink::add_lane(std::shared_ptr<Link> lane) {
   auto* other = dynamic_cast<LanedLink*>(lane.get());
   const std::size_t n = open_;
-  if (!other || other == this || n == kMaxLanes || lane_of_ || other->open_ > 0 || closed_ || broken_ || ended_)
+  if (!striping_.lanes || !other || !other->striping_.lanes || other == this || n == kMaxLanes || lane_of_ ||
+      other->open_ > 0 || closed_ || broken_ || ended_)
     return false;
   if (!epoll_) epoll_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
   epoll_event event{.events = EPOLLIN, .data = {.u64 = n}};
@@ -98,7 +101,7 @@ bool LanedLink::add_lane(std::shared_ptr<Link> lane) {
   other->lane_of_ = this;
   other->first_.set_silence_limit(0);  // this end may leave a lane unread while it waits for the first connection
   other->first_.set_limits(limits_);
-  other->first_.set_segment_source(&reassembler_);
+  other->first_.set_segment_source(&lane_source_);
   lanes_[n].stream = &other->first_;
   lanes_[n].owner = std::move(lane);
   open_ = n + 1;
@@ -109,7 +112,7 @@ bool LanedLink::add_lane(std::shared_ptr<Link> lane) {
 
 /// Counts the tensor bytes of a sent or received message.
 void LanedLink::count(std::uint64_t bytes) {
-  if (bytes >= striping_.message) large_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  if (bytes >= striping_.striped) large_bytes_.fetch_add(bytes, std::memory_order_relaxed);
 }
 
 /// Sets the events for which the epoll watches a lane.
@@ -124,37 +127,68 @@ void LanedLink::watch(std::size_t index, bool Lane::* what, bool on) {
 
 // ---- sending
 
+bool LanedLink::is_large(const Outgoing& m) const { return large_bytes(m, striping_.sizes) > 0; }
+
 SendState LanedLink::send(Outgoing& m) {
-  if (large_.active) return send_large(m);
-  if (m.segments.empty() || !m.prefix.empty() || m.sent > 0) return first_.send(m);
+  if (sends_no_more_) return SendState::kBroken;
+  if (large_.message) return send_large(m);
   waits_for_first_ = true;
-  std::uint64_t size = 0;
-  for (OutSegment& s : m.segments) {
-    s.lease = 0;  // TCP shares no memory
-    if (s.size >= striping_.segment) size += s.size;
-  }
-  if (size < striping_.message) return first_.send(m);
+  if (m.segments.empty() || !m.prefix.empty() || m.sent > 0) return first_.send(m);
+  for (OutSegment& s : m.segments) s.lease = 0;  // a stream shares no memory
+  const std::uint64_t size = large_bytes(m, striping_.sizes);
+  if (size == 0) return first_.send(m);
   if (broken_ || closed_) return SendState::kBroken;
   count(size);
-  const bool uses_lanes = lanes() > 0 && (!striping_.measured || speeds_.next_uses_lanes());
-  large_ = {.active = true, .connections = uses_lanes ? lanes() + 1 : 1};
-  large_.start = now();
-  large_.unsent = unsent();
-  large_.bytes = size;
-  m.fragmented = uses_lanes;
-  for (OutSegment& s : m.segments) s.lease = (uses_lanes && s.size >= striping_.segment) ? kFragmented : 0;
+  const std::size_t n = lanes();
+  const bool stripes = n > 0 && size >= striping_.striped && (!striping_.measured || speeds_.next_uses_lanes());
+  large_ = {.message = &m, .start = now(), .unsent = unsent(), .bytes = size};
+  large_.first = n > 0 && !stripes ? 1 : 0;
+  large_.end = stripes ? n + 1 : large_.first + 1;
+  m.fragmented = true;
+  for (OutSegment& s : m.segments) s.lease = s.size >= striping_.sizes.segment ? kFragmented : 0;
+  fragmenter_.begin();
   return send_large(m);
 }
 
 SendState LanedLink::send_large(Outgoing& m) {
-  const bool uses_lanes = large_.connections > 1;
-  const SendState state = uses_lanes ? send_fragments(m) : first_.send(m);
+  const SendState state = send_fragments(m);
+  if (state == SendState::kBroken) return broken();
   if (state != SendState::kSent) return state;
-  large_.active = false;
+  fragmenter_.end();
+  large_.message = nullptr;
   // Only bytes that have left the socket buffers count, because the kernel accepts a lot at once.
   const std::uint64_t before = large_.bytes + large_.unsent, moved = before - std::min(before, unsent());
-  if (moved > large_.bytes / 2) speeds_.record(uses_lanes, moved, now() - large_.start);
+  const bool measured = large_.bytes >= striping_.striped && moved > large_.bytes / 2;
+  if (measured) speeds_.record(large_.end > large_.first + 1, moved, now() - large_.start);
   return state;
+}
+
+/// Abandons the message that is being sent. No other may follow it, as the connections may not all have broken, and the
+/// receiver would take it for the rest of this one.
+SendState LanedLink::broken() {
+  sends_no_more_ = true;
+  first_.stop_sending();
+  large_.message = nullptr;
+  for (Fragment& fragment : fragments_) fragment.busy = false;
+  return SendState::kBroken;
+}
+
+SendState LanedLink::flush() {
+  if (sends_no_more_) return SendState::kBroken;
+  waits_for_first_ = true;
+  return first_.flush();
+}
+
+SendState LanedLink::send_between(Outgoing& m) {
+  if (sends_no_more_) return SendState::kBroken;
+  waits_for_first_ = true;
+  if (large_.message) {
+    SendState state = send_frame();
+    if (state == SendState::kSent && fragments_[0].busy) state = send_fragment(0);
+    if (state == SendState::kBroken) return broken();
+    if (state != SendState::kSent) return state;
+  }
+  return first_.send(m);
 }
 
 /// Returns the bytes in the socket buffers that the kernel has not sent.
@@ -167,71 +201,54 @@ std::uint64_t LanedLink::unsent() {
   return all;
 }
 
-/// Returns the next fragment of the message, if any is left.
-bool LanedLink::cut(Outgoing& m, Fragment& fragment) {
-  while (large_.segment < m.segments.size()) {
-    const OutSegment& s = m.segments[large_.segment];
-    if (s.lease == 0 || large_.offset == s.size) {
-      ++large_.segment;
-      large_.offset = 0;
-      continue;
-    }
-    const std::uint64_t size = std::min(s.size - large_.offset, striping_.fragment);
-    fragment.out = Outgoing();
-    fragment.out.header.type = FrameType::kFragment;
-    fragment.out.header.call_id = next_out_;
-    fragment.out.header.timeout = static_cast<std::int64_t>(large_.place);
-    fragment.out.segments.push_back({s.data, size});
-    fragment.segment = large_.segment;
-    fragment.offset = large_.offset;
-    fragment.busy = true;
-    large_.offset += size;
-    large_.place += size;
-    return true;
-  }
-  return false;
+/// Sends the frame of the large message, without its fragments.
+SendState LanedLink::send_frame() {
+  if (large_.framed) return SendState::kSent;
+  waits_for_first_ = true;
+  const SendState state = first_.send(*large_.message);
+  large_.framed = state == SendState::kSent;
+  return state;
+}
+
+/// Continues the fragment of a connection.
+SendState LanedLink::send_fragment(std::size_t index) {
+  Fragment& fragment = fragments_[index];
+  fragment.locate(*large_.message);
+  const SendState state = connection(index).send(fragment.out);
+  fragment.busy = state != SendState::kSent;
+  return state;
 }
 
 SendState LanedLink::send_fragments(Outgoing& m) {
-  if (!large_.framed) {
-    waits_for_first_ = true;
-    const SendState state = first_.send(m);
-    if (state != SendState::kSent) return state;
-    large_.framed = true;
-  }
+  if (const SendState state = send_frame(); state != SendState::kSent) return state;
   std::array<bool, kMaxLanes + 1> blocked{};
   std::uint64_t sent = 0;
   bool left = true, moves = true;
   while (left && moves && sent < kSendTurn) {
     left = moves = false;
-    for (std::size_t i = 0; i < large_.connections; ++i) {
+    for (std::size_t i = large_.first; i < large_.end; ++i) {
       Fragment& fragment = fragments_[i];
-      if (blocked[i] || (!fragment.busy && !cut(m, fragment))) {
+      if (blocked[i] || (!fragment.busy && !fragmenter_.cut(m, fragment))) {
         left = left || blocked[i];
         continue;
       }
       left = true;
-      fragment.out.segments[0].data =
-          m.segments[fragment.segment].data + fragment.offset;  // it may have been copied meanwhile
       const std::uint64_t before = fragment.out.sent;
-      const SendState state = connection(i).send(fragment.out);
+      const SendState state = send_fragment(i);
       if (state == SendState::kBroken) return state;
       sent += fragment.out.sent - before;
-      fragment.busy = state != SendState::kSent;
       blocked[i] = fragment.busy;
       moves = moves || !fragment.busy;
     }
   }
   m.sent += sent;  // waiting threads check this for progress
-  waits_for_first_ = blocked[0] || (left && moves);
-  for (std::size_t i = 1; i < large_.connections; ++i) watch(i - 1, &Lane::writes, left && blocked[i]);
-  if (left) {
-    if (!blocked[0] || !moves) return SendState::kBlocked;
-    for (std::size_t i = 1; i < large_.connections; ++i) watch(i - 1, &Lane::writes, true);
-    return SendState::kBlocked;
+  const bool turn_over = left && moves;
+  const bool first_takes = large_.first == 0 && !blocked[0];
+  waits_for_first_ = blocked[0] || (turn_over && first_takes);
+  for (std::size_t i = std::max<std::size_t>(large_.first, 1); i < large_.end; ++i) {
+    watch(i - 1, &Lane::writes, left && (blocked[i] || (turn_over && !first_takes)));
   }
-  ++next_out_;
-  return SendState::kSent;
+  return left ? SendState::kBlocked : SendState::kSent;
 }
 
 // ---- receiving
@@ -239,23 +256,30 @@ SendState LanedLink::send_fragments(Outgoing& m) {
 /// Inbox for the first connection and the lanes.
 class LanedLink::LaneInbox final : public Inbox {
  public:
-  LaneInbox(LanedLink& link, Inbox& inbox) : link_(link), inbox_(inbox) {}
+  LaneInbox(LanedLink& link, Inbox& inbox, bool of_lane) : link_(link), inbox_(inbox), of_lane_(of_lane) {}
   BlockPtr allocate(std::size_t size) override { return inbox_.allocate(size); }
   BlockPtr adopt(BlockPtr lent) override { return inbox_.adopt(std::move(lent)); }
   void deliver(Incoming&& m) override {
     LanedLink& link = link_.lane_of_ ? *link_.lane_of_ : link_;  // the link can become a lane while it is read
     Reassembler& reassembler = link.reassembler_;
-    if (m.header.type != FrameType::kFragment) {
+    const bool may_deliver = &link == &link_;
+    const bool is_fragment = m.header.type == FrameType::kFragment;
+    const bool out_of_place = !is_fragment && (of_lane_ || !may_deliver);
+    if (!is_fragment && !out_of_place) {
       if (!m.segments.empty()) link.count(m.payload_size());
-      if (!reassembler.begun() && !reassembler.waits()) return inbox_.deliver(std::move(m));
+      if (reassembler.passes(m)) return inbox_.deliver(std::move(m));
     }
-    if (!reassembler.accept(std::move(m))) link.fail("received fragments of a message that do not fit together");
-    if (&link == &link_) reassembler.deliver(inbox_);
+    if (out_of_place || !reassembler.accept(std::move(m))) {
+      link.violated_ = true;
+      link.fail(kBadFragments);
+    }
+    if (may_deliver) reassembler.deliver(inbox_);
   }
 
  private:
   LanedLink& link_;
   Inbox& inbox_;
+  const bool of_lane_;
 };
 
 ReceiveState LanedLink::receive(Inbox& inbox, std::size_t budget) {
@@ -263,7 +287,7 @@ ReceiveState LanedLink::receive(Inbox& inbox, std::size_t budget) {
   reassembler_.deliver(inbox);
   bool more = false, to_send = false;
   if (!ended_) {
-    LaneInbox lane_inbox(*this, inbox);
+    LaneInbox lane_inbox(*this, inbox, false);
     const ReceiveState state = first_.receive(lane_inbox, budget);
     more = state == ReceiveState::kMore;
     to_send = state == ReceiveState::kToSend;
@@ -292,7 +316,7 @@ bool LanedLink::read_lanes(Inbox& inbox, std::size_t budget) {
     const std::size_t i = events[e].data.u64;
     Lane& lane = lanes_[i];
     if (lane.ended || lane.paused || (events[e].events & ~static_cast<std::uint32_t>(EPOLLOUT)) == 0) continue;
-    LaneInbox lane_inbox(*this, inbox);
+    LaneInbox lane_inbox(*this, inbox, true);
     const ReceiveState state = lane.stream->receive(lane_inbox, std::min(budget, kLaneBudget));
     more = more || state == ReceiveState::kMore;
     if (state == ReceiveState::kBroken) {
@@ -309,6 +333,7 @@ bool LanedLink::read_lanes(Inbox& inbox, std::size_t budget) {
 /// end is alive, it closes the first connection when it sees that this end has closed it.
 void LanedLink::lane_ended(std::size_t index, const std::string& why) {
   lanes_[index].ended = true;
+  if (lanes_[index].stream->violated()) violated_ = true;
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, lanes_[index].stream->fd(), nullptr);
   pollfd first{.fd = fd(), .events = POLLRDHUP, .revents = 0};
   const bool alone = !closed_ && !ended_ && ::poll(&first, 1, 0) == 0;
@@ -323,9 +348,7 @@ ReceiveState LanedLink::receive_state(bool more, bool to_send) {
     const bool lanes_ended = std::all_of(lanes_.begin(), lanes_.begin() + static_cast<std::ptrdiff_t>(n),
                                          [](const Lane& lane) { return lane.ended; });
     if (!reassembler_.waits() || lanes_ended || !lane_error_.empty() || now() >= drain_until_) {
-      fail(!lane_error_.empty()   ? lane_error_
-           : reassembler_.waits() ? "the connection ended in the middle of a message"
-                                  : "");
+      fail(!lane_error_.empty() ? lane_error_ : reassembler_.waits() ? kEndedInMessage : "");
     }
   }
   if (broken_) return ReceiveState::kBroken;

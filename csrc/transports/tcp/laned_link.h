@@ -1,17 +1,12 @@
-// A TCP link with optional lanes: further connections to the same end, over which large messages are striped.
+// A link over a byte stream that sends large messages in fragments (transports/fragments), with optional lanes: further
+// connections to the same end.
 //
-// The first connection carries all frames, in order. The large segments of a fragmented message are not in its frame.
-// Their headers have the lease kFragmented, and their bytes follow as fragments, frames of type kFragment, over all
-// lanes including the first connection. The next connection that is writable gets the next fragment, so a slow lane
-// does not delay the others. One message is fragmented at a time. Both ends count these messages, which gives their
-// numbers:
-//     FrameHeader   type kFragment, call_id: number of the message, timeout: offset of its bytes in the fragmented
-//                   segments, concatenated
-//     SegmentHeader the size, lease 0
-// A fragment is read directly into its place. One that arrives before the frame of its message is buffered and copied,
-// and its lane is not read meanwhile. Messages are delivered in the order of their frames.
+// The first connection carries all frames except fragments, in order. Fragments use the first connection until there
+// are lanes. Then they use one lane, so that other messages do not queue behind them in the sockets, or they are
+// striped over all connections, whichever was faster (LaneSpeeds). The next connection that is writable gets the next
+// fragment, so a slow lane does not delay the others. A fragment that arrives before the frame of its message is
+// buffered and copied, and its lane is not read meanwhile.
 //
-// Each end sends its messages over all lanes or over the first connection only, whichever was faster (LaneSpeeds).
 // There is one more descriptor, `lanes_fd`, an epoll of the lanes, so that the leader need not know each lane.
 #pragma once
 
@@ -25,20 +20,21 @@
 
 #include "base/clock.h"
 #include "base/unique_fd.h"
+#include "transports/fragments/fragments.h"
+#include "transports/fragments/reassembler.h"
 #include "transports/stream/stream_link.h"
-#include "transports/tcp/reassembler.h"
 
 namespace telegrad {
 
-/// Parameters of striping.
+/// Parameters of fragments and lanes.
 struct Striping {
-  std::uint64_t message = 4 << 20;     // least size of a message that is striped
-  std::uint64_t segment = 256 << 10;   // least size of a segment that is striped
-  std::uint64_t fragment = 512 << 10;  // size of a fragment
-  bool measured = true;                // use all lanes only while that is faster; else always
+  FragmentSizes sizes;
+  std::uint64_t striped = 4 << 20;  // least size of a message that may be striped over several lanes
+  bool measured = true;             // stripe only while that is faster; else always
+  bool lanes = true;                // the link may have lanes
 };
 
-/// Measured rates over all lanes and over the first connection only. Lanes help if each connection is limited on its
+/// Measured rates over all connections and over one. Lanes help if each connection is limited on its
 /// own: by a traffic shaper, a congestion window on a long path, or a processor per connection. Otherwise they cost
 /// processor time.
 class LaneSpeeds {
@@ -60,8 +56,10 @@ class LanedLink final : public Link {
 
   int fd() const override { return first_.fd(); }
   SendState send(Outgoing& message) override;
-  bool buffer(const Outgoing& message) override { return first_.buffer(message); }
-  SendState flush() override { return first_.flush(); }
+  bool is_large(const Outgoing& message) const override;
+  SendState send_between(Outgoing& message) override;
+  bool buffer(const Outgoing& message) override { return !sends_no_more_ && first_.buffer(message); }
+  SendState flush() override;
   ReceiveState receive(Inbox& inbox, std::size_t budget) override;
   bool wants_lanes() const override;
   bool add_lane(std::shared_ptr<Link> lane) override;
@@ -73,6 +71,7 @@ class LanedLink final : public Link {
   void set_limits(const Limits& limits) override;
   void close() override;
   std::string error() const override;
+  bool violated() const override { return violated_ || first_.violated(); }
   PeerCredentials peer_credentials(CredentialLookup& lookup) const override { return first_.peer_credentials(lookup); }
   std::uint64_t received_bytes() const override;
   void set_silence_limit(Nanos limit) override { first_.set_silence_limit(limit); }
@@ -90,19 +89,15 @@ class LanedLink final : public Link {
     bool paused = false;                // not read for now; receiving thread only
     bool reads = true, writes = false;  // events of the epoll; under interest_mutex_
   };
-  struct Fragment {  // a fragment that is being sent over one connection
-    Outgoing out;
-    bool busy = false;
-    std::size_t segment = 0;   // index in the message
-    std::uint64_t offset = 0;  // in that segment
-  };
   class LaneInbox;
 
   void count(std::uint64_t bytes);
   void watch(std::size_t lane, bool Lane::* what, bool on);
   SendState send_large(Outgoing& message);
+  SendState send_frame();
   SendState send_fragments(Outgoing& message);
-  bool cut(Outgoing& message, Fragment& fragment);
+  SendState send_fragment(std::size_t connection);
+  SendState broken();
   std::uint64_t unsent();
   StreamLink& connection(std::size_t index) { return index == 0 ? first_ : *lanes_[index - 1].stream; }
 
@@ -123,25 +118,26 @@ class LanedLink final : public Link {
   mutable std::mutex error_mutex_;
   std::string error_;
   std::atomic<bool> broken_ = false;
+  std::atomic<bool> violated_ = false;  // by what arrived on a lane, or by fragments
 
   // Sending thread only.
   LaneSpeeds speeds_;
-  std::array<Fragment, kMaxLanes + 1> fragments_;
-  std::uint64_t next_out_ = 0;  // number of the next fragmented message
+  std::array<Fragment, kMaxLanes + 1> fragments_;  // one for each connection
+  Fragmenter fragmenter_;
   bool waits_for_first_ = true;
+  bool sends_no_more_ = false;  // a connection has broken in the middle of a large message
   struct {
-    bool active = false;
-    bool framed = false;  // its frame has been sent
-    std::size_t connections = 1;
+    Outgoing* message = nullptr;     // null: none is being sent
+    bool framed = false;             // its frame has been sent
+    std::size_t first = 0, end = 1;  // connections for its fragments
     Nanos start = 0;
     std::uint64_t unsent = 0;  // bytes in the socket buffers when it began
     std::uint64_t bytes = 0;
-    std::size_t segment = 0;  // where the next fragment begins
-    std::uint64_t offset = 0, place = 0;
   } large_;
 
   // Receiving thread only.
   Reassembler reassembler_;
+  FragmentSource lane_source_{reassembler_};
   LanedLink* lane_of_ = nullptr;  // if set, this link is a lane of that one, which owns its data
   bool lanes_due_ = false;
   Limits limits_;

@@ -16,6 +16,7 @@
 #include "transports/stream/socket_listener.h"
 #include "transports/tcp/congestion.h"
 #include "transports/tcp/laned_link.h"
+#include "transports/tcp/resumable_link.h"
 #include "transports/tls/security.h"
 #include "transports/transports.h"
 
@@ -26,6 +27,12 @@ namespace {
 void set_no_delay(int fd) {
   const int on = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+/// Limits what small frames queue behind in the socket: bytes that the kernel holds and cannot send yet.
+void limit_unsent(int fd) {
+  constexpr int kMaxUnsent = 256 << 10;
+  setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kMaxUnsent, sizeof kMaxUnsent);
 }
 
 /// Sends keepalive probes, which also keep the entries of NATs, and limits the time without an acknowledgement.
@@ -66,9 +73,11 @@ constexpr SocketKind kTcpSocket{.peer_credentials = peer_credentials,
 std::unique_ptr<Link> link_over(UniqueFd socket, const std::string& address, bool initiator, bool connecting,
                                 const LinkSecurityPtr& security) {
   set_no_delay(socket.get());
+  limit_unsent(socket.get());
   auto stream = security ? make_tls_stream(std::move(socket), security, initiator)
                          : std::make_unique<ByteStream>(std::move(socket));
-  return std::make_unique<LanedLink>(std::move(stream), address, connecting, kTcpSocket);
+  return std::make_unique<ResumableLink>(
+      std::make_unique<LanedLink>(std::move(stream), address, connecting, kTcpSocket));
 }
 
 /// Throws if the address is encrypted and the engine's connections are not, or the reverse.

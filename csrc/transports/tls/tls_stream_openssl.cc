@@ -12,9 +12,8 @@
 namespace telegrad {
 namespace {
 
-constexpr std::size_t kTurn = 128 << 10;      // bytes encrypted or decrypted while the mutex is held
-constexpr std::size_t kRecord = 16 << 10;     // content of a record at most
-constexpr std::size_t kKeepOutput = 4 << 10;  // memory that a stream keeps when its output is sent
+constexpr std::size_t kTurn = 128 << 10;   // bytes encrypted or decrypted while the mutex is held
+constexpr std::size_t kRecord = 16 << 10;  // content of a record at most
 // The only alert that an initiator gets before it has proven itself: handshake_failure, fatal.
 constexpr std::string_view kRefusal("\x15\x03\x03\x00\x02\x02\x28", 7);
 

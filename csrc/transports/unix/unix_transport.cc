@@ -2,7 +2,7 @@
 #include <sys/socket.h>
 
 #include "transports/stream/socket_listener.h"
-#include "transports/stream/stream_link.h"
+#include "transports/tcp/laned_link.h"
 #include "transports/transports.h"
 #include "transports/unix/unix_socket.h"
 
@@ -17,7 +17,8 @@ constexpr SocketKind kUnixSocket{.peer_credentials = [](int fd, CredentialLookup
 
 std::unique_ptr<Link> link_over(UniqueFd socket, const std::string& address) {
   tune(socket.get());
-  return std::make_unique<StreamLink>(std::make_unique<ByteStream>(std::move(socket)), address, false, kUnixSocket);
+  return std::make_unique<LanedLink>(std::make_unique<ByteStream>(std::move(socket)), address, false, kUnixSocket,
+                                     Striping{.lanes = false});
 }
 
 class UnixTransport final : public Transport {

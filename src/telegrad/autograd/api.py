@@ -126,7 +126,7 @@ class plain:
         """Begin to record calls."""
         self._outer = current.get()
         service = _service()
-        scope = self._outer or Scope(service.worker, 0, False)
+        scope = self._outer or Scope(service.worker, 0, 0)
         if scope.autograd is not None and not scope.autograd.ended and not scope.autograd.is_plain:
             raise RuntimeError(PLAIN_IN_CONTEXT)
         current.set(scope._replace(worker=service.worker, autograd=service.plain))
@@ -256,7 +256,7 @@ def _enter_context(scope: Scope | None) -> tuple[Autograd, Scope]:
     """
     service = _service()
     if scope is None:
-        inner = Scope(service.worker, 0, False, autograd=service.contexts.open())
+        inner = Scope(service.worker, 0, 0, autograd=service.contexts.open())
     else:
         if scope.autograd is not None and not scope.autograd.ended and not scope.autograd.is_plain:
             raise RuntimeError(NESTED)

@@ -86,7 +86,7 @@ class Context:
 
     __slots__ = (
         *("ended", "gradients", "id", "lock", "min_live_pass", "passes", "receipts", "requests_received"),
-        *("requests_sent", "sends"),
+        *("requests_sent", "sends", "sent_in"),
     )
 
     is_plain: bool = False
@@ -103,6 +103,8 @@ class Context:
         self.lock: threading.Lock = threading.Lock()
         self.requests_sent: dict[int, int] = {}
         """Worker id -> requests sent to it in this context. These workers are notified when the context ends."""
+        self.sent_in: dict[int, int] = {}
+        """Worker id -> epoch of `requests_sent`. The end of a session begins the next one, and so does a return."""
         self.requests_received: dict[int, int] = {}
         """Worker id -> requests received from it in this context."""
         self.passes: dict[tuple[int, int], ActivePass] = {}

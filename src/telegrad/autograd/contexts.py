@@ -10,6 +10,11 @@ request must not begin the context again. Therefore a worker keeps a *tombstone*
 differ: until all announced requests have arrived, and all senders have announced theirs. A context that is opened and
 ended without a request to another worker costs no message and no memory.
 
+The counts of two workers belong to their session. Its end drops those of both: the next session counts from zero, in a
+new epoch of the sender. A request or notification that was counted in an earlier one is not sent (`Outgoing::epoch` in
+the core), and one that arrives after the end of its session counts nothing. Otherwise a tombstone would wait for
+requests that never arrive. The return of a lost worker begins another epoch: requests to it may have failed meanwhile.
+
 The root keeps no tombstones: its ids are never reused, so a context that is not in its table has ended.
 """
 
@@ -25,6 +30,7 @@ from telegrad.autograd.plain.interception import install
 from telegrad.autograd.plain.records import PLAIN, PlainContext
 from telegrad.autograd.recording import record_received, record_sent
 from telegrad.errors import NotInitialized
+from telegrad.worker.diagnostics.size_warning import SizeWarning
 
 __all__ = ["ID_BITS", "Contexts"]
 
@@ -40,18 +46,20 @@ class Contexts:
     Args:
         worker_id: The worker's id.
         first_id: Start of the counters; no earlier incarnation of the worker may have used an id from it on.
-        notify_end: Notifies a peer that a context has ended: (peer, (context id, number of requests)).
+        notify_end: Notifies a peer that a context has ended: (peer, (context id, number of requests), epoch).
         on_end: Called with each context that has ended, and the reason.
         is_open: Returns whether the session of a connection has not ended.
+        warning: Warning about many contexts.
     """
 
     def __init__(
         self,
         worker_id: int,
         first_id: int,
-        notify_end: Callable[[int, tuple[int, int]], None],
+        notify_end: Callable[[int, tuple[int, int], int], None],
         on_end: Callable[[Context, str], None],
         is_open: Callable[[int], bool],
+        warning: SizeWarning | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.table: dict[int, Context] = {}
@@ -63,6 +71,7 @@ class Contexts:
         self._notify_end = notify_end
         self._on_end = on_end
         self._is_open = is_open
+        self._warning = warning
         self._closed = False
         self._lock = threading.Lock()
         base = worker_id << ID_BITS
@@ -86,6 +95,7 @@ class Contexts:
             raise NotInitialized
         context = Context(next(self._context_ids))
         self.table[context.id] = context
+        self._check_size()
         return context
 
     def find(self, context_id: int) -> Context | None:
@@ -109,7 +119,12 @@ class Contexts:
                     return None
                 context = self.table[context_id] = Context(context_id)
             context.requests_received[peer] = context.requests_received.get(peer, 0) + 1
+        self._check_size()
         return context
+
+    def _check_size(self) -> None:
+        if self._warning is not None:
+            self._warning.check(len(self.table))
 
     def end(self, context: Context, why: str = "it was left") -> None:
         """End a context on this worker, and on all workers that received its requests."""
@@ -120,17 +135,21 @@ class Contexts:
                 self._add_tombstone(context.id, {peer: -count for peer, count in context.requests_received.items()})
         self._release(context, why)
 
-    def on_ended(self, peer: int, context_id: int, requests: int) -> None:
+    def on_ended(self, peer: int, context_id: int, requests: int, connection: int) -> None:
         """Process a peer's notification that a context has ended.
 
         Args:
             peer: The peer.
             context_id: The context.
             requests: The number of requests that the peer has sent this worker in the context.
+            connection: The connection of the notification. If its session has ended, the end of the session has ended
+                the context, or another worker will.
         """
         if context_id >> ID_BITS == self.worker_id:
             return  # a root's context ends when the program leaves it
         with self._lock:
+            if not self._is_open(connection):
+                return
             context = self.table.pop(context_id, None)
             tombstone = self.tombstones.get(context_id)
             if tombstone is None:
@@ -146,12 +165,13 @@ class Contexts:
         with context.lock:
             context.ended = True
             requests_sent, context.requests_sent = context.requests_sent, {}
+            sent_in, context.sent_in = context.sent_in, {}
             freed = context.sends, context.receipts, context.gradients
             context.sends, context.receipts, context.gradients = {}, {}, {}
         self._on_end(context, why)
         del freed
         for peer, requests in requests_sent.items():
-            self._notify_end(peer, (context.id, requests))
+            self._notify_end(peer, (context.id, requests), sent_in.get(peer, 0))
 
     # ---- tombstones; with the lock held
 
@@ -169,8 +189,12 @@ class Contexts:
 
     # ---- the group
 
-    def peer_lost(self, peer: int) -> list[Context]:
+    def peer_lost(self, peer: int, epoch: int) -> list[Context]:
         """End the contexts that a lost worker opened, or that got requests only from it.
+
+        Args:
+            peer: The worker.
+            epoch: Epoch of the messages to it from now on.
 
         Returns:
             The other contexts.
@@ -186,18 +210,41 @@ class Contexts:
                 requests = context.requests_received.pop(peer, 0)
                 orphan = not is_root and requests and not context.requests_received
                 (ending if orphan or context.id >> ID_BITS == peer else remaining).append(context)
-        for context in [*ending, *remaining]:
-            with context.lock:
-                context.requests_sent.pop(peer, None)  # not announced: the next session does not count them
         for context in ending:
+            with context.lock:
+                if context.sent_in.get(peer, epoch) < epoch:
+                    del context.requests_sent[peer], context.sent_in[peer]
             self.end(context, f"worker {peer} is lost")
         for context in remaining:
             with context.lock:
+                self._begin_epoch(context, peer, epoch)
                 messages = [message for message, sent in context.sends.items() if sent.peer == peer]
                 dropped = [context.sends.pop(message) for message in messages]
             del dropped
         self.plain.release_for({peer})
         return [*remaining, self.plain]
+
+    def peer_joined(self, peer: int, epoch: int) -> None:
+        """Count requests to a returned worker from zero.
+
+        Args:
+            peer: The worker.
+            epoch: Epoch of the messages to it from now on.
+        """
+        with self._lock:
+            contexts = list(self.table.values())
+        for context in contexts:
+            with context.lock:
+                self._begin_epoch(context, peer, epoch)
+
+    @staticmethod
+    def _begin_epoch(context: Context, peer: int, epoch: int) -> None:
+        """Drop the count of an earlier epoch, with the context's lock held.
+
+        A peer that lives is notified when the context ends: it may have got requests in an earlier session.
+        """
+        if context.sent_in.get(peer, epoch) < epoch:
+            context.requests_sent[peer], context.sent_in[peer] = 0, epoch
 
     def close(self) -> None:
         """End all contexts without notifying any peer."""
@@ -208,7 +255,7 @@ class Contexts:
             self.tombstones.clear()
         self.leaked += sum(context.id >> ID_BITS == self.worker_id for context in contexts)
         for context in [*contexts, self.plain]:
-            context.requests_sent = {}
+            context.requests_sent, context.sent_in = {}, {}
             self._release(context, "this worker shuts down")
         self.plain.close()
 
@@ -220,7 +267,9 @@ class Contexts:
 
     # ---- messages
 
-    def on_send(self, context: Context, peer: int, tensors: Sequence[Tensor], request: bool) -> int | None:
+    def on_send(
+        self, context: Context, peer: int, tensors: Sequence[Tensor], request: bool, epoch: int = 0
+    ) -> int | None:
         """Record a message that is about to leave; see `AutogradHooks.on_send`."""
         message = next(self._message_ids) if tensors else 0
         record = record_sent(message, peer, tensors) if tensors else None
@@ -232,19 +281,30 @@ class Contexts:
                 if context is self.plain:
                     self.plain.on_sent(record)
             if request and peer != self.worker_id and not context.is_plain:
-                context.requests_sent[peer] = context.requests_sent.get(peer, 0) + 1
+                self._count(context, peer, epoch)
         return message
 
-    def rollback(self, context: Context, message: int, peer: int) -> None:
-        """Remove the record of a request that did not leave."""
+    @staticmethod
+    def _count(context: Context, peer: int, epoch: int) -> None:
+        """Count a request, with the context's lock held."""
+        counted = context.sent_in.get(peer, epoch)
+        if epoch < counted:
+            return  # its epoch has ended meanwhile: it will not be sent
+        before = context.requests_sent.get(peer, 0) if epoch == counted else 0
+        context.requests_sent[peer], context.sent_in[peer] = before + 1, epoch
+
+    def rollback(self, context: Context, message: int, peer: int, epoch: int | None) -> None:
+        """Remove the record of a message that did not leave.
+
+        `epoch` is that of a request, None for a reply.
+        """
         if context is self.plain:
             self.plain.release((message,))
             return
         with context.lock:
             record = context.sends.pop(message, None)
-            requests = context.requests_sent.pop(peer, 0) - 1
-            if requests > 0:
-                context.requests_sent[peer] = requests
+            if epoch is not None and context.sent_in.get(peer) == epoch:
+                context.requests_sent[peer] -= 1  # 0 stays: the peer may have got requests in an earlier session
         del record
 
     def wrap(self, context: Context, peer: int, message: int) -> Callable[[list[Tensor]], Sequence[Tensor]]:

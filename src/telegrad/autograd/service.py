@@ -17,6 +17,8 @@ from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.passes.manager import BackwardManager
 from telegrad.autograd.plain.records import PLAIN, PlainContext
 from telegrad.worker import Worker
+from telegrad.worker.calls.encoded import ANY_EPOCH
+from telegrad.worker.diagnostics.size_warning import SizeWarning
 
 __all__ = ["Autograd"]
 
@@ -35,7 +37,12 @@ class Autograd:
     def __init__(self, worker: Worker, first_id: int) -> None:
         self.worker = worker
         self.contexts: Contexts = Contexts(
-            worker.info.id, first_id, self._notify_end, self._on_context_end, worker.is_open
+            worker.info.id,
+            first_id,
+            self._notify_end,
+            self._on_context_end,
+            worker.is_open,
+            SizeWarning(worker.info.name, "autograd contexts", "warn_contexts", worker.options.warn_contexts),
         )
         self.passes: BackwardManager = BackwardManager(worker, self.contexts)
         self.plain: PlainContext = self.contexts.plain
@@ -47,29 +54,30 @@ class Autograd:
         self.backward: Callable[[Context, list[Tensor], bool], None] = self.passes.backward
         self.on_request: Callable[..., None] = self.passes.on_request
         self.on_gradients: Callable[..., None] = self.passes.on_gradients
-        self.on_send: Callable[[Context, int, Sequence[Tensor], bool], int | None] = self.contexts.on_send
-        self.rollback: Callable[[Context, int, int], None] = self.contexts.rollback
+        self.on_send: Callable[[Context, int, Sequence[Tensor], bool, int], int | None] = self.contexts.on_send
+        self.rollback: Callable[[Context, int, int, int | None], None] = self.contexts.rollback
         self.on_request_in_context: Callable[[int, int, int], Context | None] = self.contexts.on_request
         self.find: Callable[[int], Context | None] = self.contexts.find
         self.wrap: Callable[[Context, int, int], Callable[[list[Tensor]], Sequence[Tensor]]] = self.contexts.wrap
 
     # ---- contexts
 
-    def _notify_end(self, peer: int, ended: tuple[int, object]) -> None:
+    def _notify_end(self, peer: int, ended: tuple[int, object], epoch: int = ANY_EPOCH) -> None:
         calls = self.worker.calls
-        calls.send_message("Cleanup", peer, partial(calls.client.notify_context_ended, peer, ended))
+        calls.send_message("Cleanup", peer, partial(calls.client.notify_context_ended, peer, ended, epoch))
 
-    def on_ended(self, peer: int, notification: tuple[int, Any]) -> None:
+    def on_ended(self, peer: int, connection: int, notification: tuple[int, Any]) -> None:
         """Process a peer's notification of an end.
 
         Args:
             peer: The peer.
+            connection: The connection of the notification.
             notification: (context id, number of requests), or for the plain context (its id, (the lowest number of the
                 peer's passes that is not over, ids of messages that the peer does not need any more)).
         """
         context_id, what = notification
         if context_id != PLAIN:
-            self.contexts.on_ended(peer, context_id, what)
+            self.contexts.on_ended(peer, context_id, what, connection)
             return
         min_live, *messages = what
         self.plain.release(messages)
@@ -126,9 +134,13 @@ class Autograd:
 
     def peer_lost(self, peer: int, why: str) -> None:
         """Process the loss of a worker."""
-        for context in self.contexts.peer_lost(peer):
+        for context in self.contexts.peer_lost(peer, self.worker.references.epoch_of(peer)):
             if context.passes:
                 self.passes.peer_lost(context, peer, why)
+
+    def peer_joined(self, peer: int) -> None:
+        """Process the return of a lost worker."""
+        self.contexts.peer_joined(peer, self.worker.references.epoch_of(peer))
 
     def close(self) -> None:
         """End all contexts and passes: the worker is closed."""

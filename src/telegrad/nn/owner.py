@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from telegrad.autograd.consistency.saved_tensors import between_steps
 from telegrad.rref import RRef
+from telegrad.worker.calls.callables import callee_of
 from telegrad.worker.serving.event_loop import bind_torch_state
 
 __all__ = [
@@ -31,7 +32,7 @@ _CPU = torch.device("cpu")
 
 
 def make_module(
-    module_cls: Callable[..., object],
+    module_cls: bytes | Callable[..., object],
     args: Sequence[object],
     kwargs: Mapping[str, object],
     device: str,
@@ -40,9 +41,10 @@ def make_module(
     """Create a module on a device.
 
     Args:
+        module_cls: the class of the module, or its name in messages.
         interface: a TorchScript interface for which to script the module; None leaves it unchanged.
     """
-    module = module_cls(*args, **kwargs)
+    module = callee_of(module_cls)(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
@@ -59,7 +61,8 @@ def forward_on_device(module: RRef[nn.Module], device: str, keep: bool, args: ob
         keep: leave the results on the device (a device map covers it); otherwise move them to the CPU.
     """
     there = torch.device(device)
-    result = module.local_value()(*moved(args, there), **moved(kwargs, there))
+    forward = module.worker.handlers.exposure.method_of(module.local_value(), "__call__")
+    result = forward(*moved(args, there), **moved(kwargs, there))
     if isinstance(result, CoroutineType):
         return _moved_later(bind_torch_state(result), keep)
     return result if keep else moved(result, _CPU)
@@ -84,20 +87,25 @@ def moved(value: object, device: torch.device) -> Any:
     return value
 
 
+def _method_of(module: RRef[nn.Module], name: str) -> Any:
+    """Return a method of the module, if this worker exposes it."""
+    return module.worker.handlers.exposure.method_of_module(module.local_value(), name)
+
+
 def parameters_of(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
     """Return references to the module's parameters."""
-    return [RRef(parameter) for parameter in module.local_value().parameters(recurse)]
+    return [RRef(parameter) for parameter in _method_of(module, "parameters")(recurse)]
 
 
 def submodule_of(module: RRef[nn.Module], target: str) -> RRef[nn.Module]:
     """Return a reference to a submodule."""
-    return RRef(module.local_value().get_submodule(target))
+    return RRef(_method_of(module, "get_submodule")(target))
 
 
 def change(module: RRef[nn.Module], method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
     """Call a method that changes the module; return the device of its first tensor."""
     value = module.local_value()
-    getattr(value, method)(*args, **kwargs)
+    _method_of(module, method)(*args, **kwargs)
     first = next((t for tensors in (value.parameters(), value.buffers()) for t in tensors), None)
     return None if first is None else str(first.device)
 
@@ -109,7 +117,7 @@ def state_of(module: RRef[nn.Module], keep: bool) -> tuple[dict[str, Any], dict[
         keep: leave tensors on their device; otherwise move them to the CPU.
     """
     with between_steps(module.worker):
-        state = module.local_value().state_dict()
+        state = _method_of(module, "state_dict")()
         # Copies: the result is sent after this function has returned, and a step may follow before that.
         plain = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
     return plain if keep else moved(plain, _CPU), {key: dict(v) for key, v in getattr(state, "_metadata", {}).items()}
@@ -122,12 +130,11 @@ def load_state(
 
     Return the missing keys, the unexpected keys, and the text of other errors.
     """
-    value = module.local_value()
     given = _WithMetadata(state)
     if metadata is not None:
         given._metadata = metadata
     try:
-        result = value.load_state_dict(given, strict=False, assign=assign)
+        result = _method_of(module, "load_state_dict")(given, strict=False, assign=assign)
     except RuntimeError as e:  # all matching entries have been loaded
         return [], [], str(e)
     return list(result.missing_keys), list(result.unexpected_keys), ""
@@ -151,7 +158,7 @@ def read_member(module: RRef[nn.Module], name: str) -> tuple[int, Any]:
     """Return the kind of an attribute, and its value if it is a plain one."""
     value = module.local_value()
     try:
-        member = getattr(value, name)
+        member = module.worker.handlers.exposure.read(value, name)
     except AttributeError:
         if hasattr(type(value), name):  # a property raised the error
             raise

@@ -108,7 +108,8 @@ class RemoteModule(nn.Module):
         self.is_scriptable = False
 
     def _make(self, module_cls: object, args: Args, kwargs: Kwargs, interface: object) -> None:
-        arguments = (module_cls, *checked_arguments(args, kwargs), self.device, interface)
+        kind = _worker().calls.name_or_function(module_cls)
+        arguments = (kind, *checked_arguments(args, kwargs), self.device, interface)
         self.module_rref = rpc.remote(self.on, owner.make_module, arguments)
 
     @classmethod

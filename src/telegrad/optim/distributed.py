@@ -96,7 +96,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._add_groups([read_group(param_group)], True)
 
     def _add_groups(self, groups: Sequence[RemoteGroup], grouped: bool) -> None:
-        args, kwargs = self._arguments
+        worker, (args, kwargs) = require_worker(), self._arguments
+        kind = worker.calls.name_or_function(self.optimizer_class)
         before, first = len(self.param_groups), self._count
         firsts = [first + sum(len(rrefs) for _, rrefs, _ in groups[:number]) for number in range(len(groups))]
         owners = list(dict.fromkeys(rref.owner_id for _, rrefs, _ in groups for rref in rrefs))
@@ -107,7 +108,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             known = self._parts.get(one)
             if known is not None:
                 return on_owner.add_group, (*known.rref.id, theirs[0])
-            return on_owner.make_local_optimizer, (self.optimizer_class, theirs, grouped, args, kwargs)
+            if one == worker.info.id:
+                return on_owner.create_part, (self.optimizer_class, theirs, grouped, args, kwargs)
+            return on_owner.make_local_optimizer, (kind, theirs, grouped, args, kwargs)
 
         name = getattr(self.optimizer_class, "__name__", self.optimizer_class)
         replies = ask(f"{name} could not be made", {one: request(one) for one in owners})

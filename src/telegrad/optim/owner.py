@@ -5,7 +5,7 @@ the slow path.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from telegrad.optim.local import LocalOptimizer
 from telegrad.protocols.rref import RRefId
 from telegrad.rref import RRef
 from telegrad.worker import Worker
+from telegrad.worker.calls.callables import callee_of
 from telegrad.worker.default_worker import current_worker
 from telegrad.worker.scope import current, remaining
 
@@ -25,6 +26,7 @@ __all__ = [
     "RemoteGroup",
     "accumulate",
     "add_group",
+    "create_part",
     "load_state",
     "make_local_optimizer",
     "norms_of",
@@ -47,12 +49,8 @@ Changes = Sequence[tuple[int, dict[str, Any]]]
 Options = list[dict[str, Any]]
 
 
-class Made(NamedTuple):
-    """Description of groups that an owner has created."""
-
-    defaults: dict[str, Any]
-    options: Options  # of each group
-    shapes: list[tuple[int, ...]]  # of the groups' parameters
+Made: TypeAlias = tuple[dict[str, Any], Options, list[tuple[int, ...]]]
+"""Groups that an owner has created: defaults, the options of each, and the shapes of the groups' parameters."""
 
 
 def require_worker() -> Worker:
@@ -70,7 +68,9 @@ def require_worker() -> Worker:
 def _part(created_on: int, local_id: int) -> tuple[LocalOptimizer, float]:
     """Return a part, and the seconds that its caller waits; -1 is no limit."""
     worker = require_worker()
-    local: LocalOptimizer = worker.references.owned(RRefId(created_on, local_id)).get()
+    local = worker.references.owned(RRefId(created_on, local_id)).get()
+    if not isinstance(local, LocalOptimizer):  # else its methods would be called past an allow-list
+        raise TypeError(f"the reference of an optimizer's part refers to a {type(local).__qualname__}")
     timeout = remaining(worker.calls.default_timeout, current.get())
     return local, timeout / 1e9 if timeout else -1.0
 
@@ -79,13 +79,28 @@ def _part(created_on: int, local_id: int) -> tuple[LocalOptimizer, float]:
 
 
 def make_local_optimizer(
+    optimizer_class: bytes | Callable[..., torch.optim.Optimizer],
+    groups: Sequence[RemoteGroup],
+    grouped: bool,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> tuple[RRef[LocalOptimizer], Made]:
+    """Create an owner's part for another worker.
+
+    Args:
+        optimizer_class: the class of the optimizer, or its name in messages.
+    """
+    return create_part(callee_of(optimizer_class), groups, grouped, args, kwargs)
+
+
+def create_part(
     optimizer_class: Callable[..., torch.optim.Optimizer],
     groups: Sequence[RemoteGroup],
     grouped: bool,
     args: Sequence[object],
     kwargs: Mapping[str, object],
 ) -> tuple[RRef[LocalOptimizer], Made]:
-    """Create an owner's part."""
+    """Create a part of this worker."""
     values = [(options, [rref.local_value() for rref in rrefs], names) for options, rrefs, names in groups]
     local = LocalOptimizer(require_worker(), optimizer_class, values, grouped, args, kwargs)
     return RRef(local), _description(local, 0)
@@ -97,14 +112,14 @@ def add_group(created_on: int, local_id: int, group: RemoteGroup) -> Made:
     options, rrefs, names = group
     count = len(local.parameters)
     local.add_group((options, [rref.local_value() for rref in rrefs], names))
-    made = _description(local, count)
-    return made._replace(options=made.options[-1:])
+    defaults, options_of_groups, shapes = _description(local, count)
+    return defaults, options_of_groups[-1:], shapes
 
 
 def _description(local: LocalOptimizer, first: int) -> Made:
     """Return a part's groups, and the shapes of its parameters from the first one on."""
     defaults = dict(getattr(local.optimizer, "defaults", {}))
-    return Made(defaults, _options(local), [tuple(p.shape) for p in local.parameters[first:]])
+    return defaults, _options(local), [tuple(p.shape) for p in local.parameters[first:]]
 
 
 def _options(local: LocalOptimizer) -> Options:

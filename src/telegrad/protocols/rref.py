@@ -17,7 +17,8 @@ workers. They must arrive at most once, and be lost only with their sender or re
 - A lost worker may return (`peer_joined`), also at once: the session with it has ended, and the next one begins without
   the counts of the last. Messages of the ended session must not reach `handle` after `peer_lost`; for its tickets call
   `receive_late`, and for its creations `accept_create` with `late`. Both sides must know of the loss before they
-  exchange messages again, and messages made before it must not be sent after it (`epoch_of`).
+  exchange messages again, and messages made before it must not be sent after it (`epoch_of`). Nor must those made while
+  the worker was lost be sent after its return.
 """
 
 from collections.abc import Mapping, Sequence
@@ -247,21 +248,27 @@ class RRefTable:
 
     # ---- tickets --------------------------------------------------------------------------------------------------
 
-    def share(self, rref: RRefId, to: int) -> Ticket:
+    def share(self, rref: RRefId, to: int, epoch: int | None = None) -> Ticket:
         """Create a ticket for a message to `to`, while a local handle exists.
 
         Returns no effects.
+
+        Args:
+            rref: The reference.
+            to: The receiver.
+            epoch: Epoch of the message (`epoch_of`); None for the present one. If it has ended, the message will not be
+                sent: its ticket counts nothing.
 
         Raises:
             UnusableRRefError: This worker does not hold the reference, or uses it and it is FAILED or LOST.
         """
         user = self._users.entries.get(rref)
         if user is not None:
-            return self._users.share(rref, user, to, SELF if to == self.me else None)
+            return self._users.share(rref, user, to, SELF if to == self.me else None, epoch)
         owner = self._owners.entries.get(rref)
         if owner is None:
             raise UnusableRRefError(rref, NOT_HELD, False)
-        return self._owners.grant(rref, owner, to)
+        return self._owners.grant(rref, owner, to, epoch)
 
     def unshare(self, ticket: Ticket, to: int) -> Sequence[Effect]:
         """Take back the ticket of a message that was not sent.
@@ -344,17 +351,17 @@ class RRefTable:
         return self._out.take()
 
     def peer_joined(self, worker: int) -> Sequence[Effect]:
-        """Allow messages to a new incarnation of a lost worker.
+        """Allow messages to a lost worker that is back, or to its new incarnation.
 
-        State of the old one is not restored.
+        Its earlier state is not restored. A new epoch begins: tickets made since the loss count nothing.
         """
-        self._out.lost.pop(worker, None)
+        self._out.resume(worker)
         return self._out.take()
 
     def epoch_of(self, worker: int) -> int:
-        """Return the number of losses of a worker.
+        """Return the epoch of messages to a worker: its losses and returns so far.
 
-        Messages to it that were made before the last one are not to be sent.
+        Messages that were made in an earlier epoch are not to be sent.
         """
         return self._out.epochs.get(worker, 0)
 
@@ -396,6 +403,10 @@ class RRefTable:
     def leaks(self) -> list[Leak]:
         """Return owned references that other workers hold, in the order of creation."""
         return [Leak(rref, dict(entry.tokens)) for rref, entry in self._owners.entries.items() if entry.tokens]
+
+    def size(self) -> int:
+        """Return the number of references."""
+        return len(self._owners.entries) + len(self._users.entries)
 
     def stats(self) -> RRefStats:
         owners = self._owners.entries.values()

@@ -33,7 +33,7 @@ class Outbox:
         self._batches = {}
         self._limit = limit
         self.lost: dict[int, str] = {}  # worker -> why; until it joins again
-        self.epochs: dict[int, int] = {}  # worker -> number of losses; distinguishes stale tickets from current ones
+        self.epochs: dict[int, int] = {}  # worker -> losses and returns; distinguishes stale tickets from current ones
         self.strays: int = 0  # messages or drops without an entry; 0 unless peers were lost
 
     def emit(self, effect: Effect) -> None:
@@ -46,6 +46,13 @@ class Outbox:
             return NOTHING
         self.effects = []
         return effects
+
+    def delivers(self, to: int, epoch: int | None) -> bool:
+        """Return whether a message to a peer may arrive.
+
+        `epoch` is that of the message, None for the present one.
+        """
+        return to not in self.lost and (epoch is None or epoch == self.epochs.get(to, 0))
 
     def send(self, to: int, message: Message) -> None:
         if to not in self.lost:
@@ -89,6 +96,14 @@ class Outbox:
         self._batches.pop(peer, None)
         self.lost[peer] = why
         self.epochs[peer] = self.epochs.get(peer, 0) + 1
+
+    def resume(self, peer: int) -> None:
+        """Allow messages to a lost peer.
+
+        It does not get those that were made while it was lost.
+        """
+        if self.lost.pop(peer, None) is not None:
+            self.epochs[peer] += 1
 
     def _post(self, to: int, batch: _Batch) -> None:
         if batch.transfers:

@@ -89,7 +89,7 @@ class Owners:
         if not entry.handles:
             self._settle(rref, entry)
 
-    def grant(self, rref: RRefId, entry: OwnerEntry, to: int) -> Ticket:
+    def grant(self, rref: RRefId, entry: OwnerEntry, to: int, epoch: int | None = None) -> Ticket:
         """Count a token and return its ticket.
 
         The token is counted before the ticket is sent, so a Release never arrives before its token is counted (O3).
@@ -97,7 +97,7 @@ class Owners:
         if to == self._me:
             entry.handles += 1  # the handle of the receiver, counted in advance
             return Ticket(rref, to, SELF, 0)
-        if to in self._out.lost:
+        if not self._out.delivers(to, epoch):
             return Ticket(rref, self._me, GRANT, -1)  # will not be delivered, so there is nothing to count
         entry.tokens[to] = entry.tokens.get(to, 0) + 1
         return Ticket(rref, self._me, GRANT, self._out.epochs.get(to, 0))

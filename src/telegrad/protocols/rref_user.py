@@ -103,13 +103,15 @@ class Users:
         if not entry.handles:
             self._settle(rref, entry)
 
-    def share(self, rref: RRefId, entry: UserEntry, to: int, kind: TicketKind | None) -> Ticket:
+    def share(
+        self, rref: RRefId, entry: UserEntry, to: int, kind: TicketKind | None, epoch: int | None = None
+    ) -> Ticket:
         if entry.failure is not None:
             raise UnusableRRefError(rref, *entry.failure)
         owner = entry.owner
         if kind is None:
             kind = RETURN if to == owner else FORK
-        if to in self._out.lost:
+        if not self._out.delivers(to, epoch):
             return Ticket(rref, owner, kind, 0)  # will not be delivered, so it would never be accepted
         transfer = self._next_transfer
         self._next_transfer = transfer + 1

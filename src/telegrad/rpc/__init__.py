@@ -18,6 +18,7 @@ from telegrad.rpc.api import (
 )
 from telegrad.rpc.cancellation import cancelled
 from telegrad.rpc.debug import debug_info
+from telegrad.rpc.exposing import expose
 from telegrad.rpc.groups import all_gather, barrier, broadcast, on_join, on_leave, on_lost, wait_for_worker
 from telegrad.rpc.intercept import Registration, intercept, register_type, use_pickler
 from telegrad.rpc.map import map as map  # public, but `import *` must not hide Python's own
@@ -67,6 +68,7 @@ __all__ = [
     "constants",
     "debug_info",
     "empty",
+    "expose",
     "functions",
     "get_rpc_timeout",
     "get_service",

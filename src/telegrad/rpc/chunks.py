@@ -12,7 +12,7 @@ from torch.futures import Future
 from telegrad.rpc.cancellation import cancelled
 from telegrad.serialize.exceptions import pack_exception
 from telegrad.worker import Worker, process_hooks
-from telegrad.worker.calls.callables import find_function, rerun_for_torch_error
+from telegrad.worker.calls.callables import callee_of, found, rerun_for_torch_error
 from telegrad.worker.calls.future import CallFuture, awaitable_of
 from telegrad.worker.calls.interceptors import carriers
 from telegrad.worker.default_worker import open_worker
@@ -43,7 +43,7 @@ def run_chunk(function: bytes | Callable[[Any], object], items: list[Any], calle
         A `Reply`, or a coroutine of it if results are deferred.
     """
     worker = open_worker()
-    run: Any = find_function(function) if isinstance(function, bytes) else function
+    run: Any = callee_of(function)
     results: list[Any] = []
     add, failure = results.append, None
     size = 1  # of the next slice
@@ -133,7 +133,7 @@ def _settled(function: object, result: Any) -> Awaitable[tuple[object, BaseExcep
 def _pack(worker: Worker, error: BaseException, caller: int) -> bytes:
     """Log an error of an item, and return it as bytes."""
     worker.handlers.report(caller, error)
-    packed = pack_exception(error, worker.info)
+    packed = pack_exception(error, worker.info, worker.messages.gate)
     BaseException.with_traceback(error, None)
     return packed
 
@@ -143,9 +143,11 @@ class _ChunkCarrier:
 
     kind = "map"
 
-    def show(self, args: Sequence[Any], /) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+    def show(
+        self, args: Sequence[Any], find: Callable[..., Any] = found, /
+    ) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
         function, items, _ = args
-        return (find_function(function) if isinstance(function, bytes) else function), (items,), {}
+        return find(function), (items,), {}
 
     def change(
         self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /

@@ -1,5 +1,6 @@
 """The program's part in every call: interceptors, picklers and types."""
 
+import dataclasses
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from telegrad.errors import TelegradError
+from telegrad.serialize.plain_data import pack_dataclass, unpack_dataclass
 from telegrad.serialize.program_pickler import BodyPickler, Pickler
 from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.interceptors import Interceptor
@@ -144,7 +146,8 @@ def use_pickler(pickler: Pickler) -> Registration:
 
     Raises:
         TypeError: the pickler lacks one of the methods.
-        RuntimeError: this worker already has a pickler, or this process has not joined a group (`NotInitialized`).
+        RuntimeError: this worker already has a pickler, or has the option ``allow_pickle=False``; or this process has
+            not joined a group (`NotInitialized`).
 
     Example::
 
@@ -168,6 +171,10 @@ def use_pickler(pickler: Pickler) -> Registration:
         raise TelegradError(
             f"worker {worker.info.name} already uses the pickler {used.name}: remove its registration first"
         )
+    if not worker.messages.gate.is_open:
+        raise TelegradError(
+            f"worker {worker.info.name} can use no pickler: its messages contain no pickles (option allow_pickle=False)"
+        )
     in_use = BodyPickler(pickler)
     worker.calls.use_pickler(in_use)
 
@@ -178,14 +185,18 @@ def use_pickler(pickler: Pickler) -> Registration:
     return Registration(remove)
 
 
-def register_type(kind: type[T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> Registration:
+def register_type(
+    kind: type[T], pack: Callable[[T], Any] | None = None, unpack: Callable[[Any], T] | None = None
+) -> Registration:
     """Set how objects of exactly this type are sent by this worker.
+
+    With the option ``allow_pickle=False``, the receiver has to register the type as well, and uses its own ``unpack``.
 
     Args:
         kind: a class of the program or of a library, without its subclasses. Telegrad, PyTorch and Python encode their
             own types, as in Telegrad's own messages: built-in types, exceptions and functions among them.
         pack: returns for an object what is sent instead: any value that can be sent. Its tensors travel as in other
-            calls.
+            calls. A dataclass needs neither function: its fields are sent.
         unpack: returns an object for that value, on the receiver; sent as any function is, by its name if it has one.
             The receiver needs no registration, except to send such objects itself.
 
@@ -194,7 +205,7 @@ def register_type(kind: type[T], pack: Callable[[T], Any], unpack: Callable[[Any
 
     Raises:
         ValueError: the type is already registered, or is one that Telegrad encodes itself.
-        TypeError: ``kind`` is not a class, or a function is not callable.
+        TypeError: ``kind`` is not a class, a function is not callable, or both are missing for no dataclass.
         RuntimeError: this process has not joined a group (`NotInitialized`).
 
     Example::
@@ -205,7 +216,11 @@ def register_type(kind: type[T], pack: Callable[[T], Any], unpack: Callable[[Any
 
         rpc.register_type(Image, lambda image: image.pixels, Image)
     """
-    if not all((isinstance(kind, type), callable(pack), callable(unpack))):
+    packs: Any = pack
+    unpacks: Any = unpack
+    if pack is None and unpack is None and dataclasses.is_dataclass(kind):
+        packs, unpacks = pack_dataclass, partial(unpack_dataclass, kind)
+    if not all((isinstance(kind, type), callable(packs), callable(unpacks))):
         raise TypeError(f"rpc.register_type takes a class and two functions, and got {kind!r}, {pack!r}, {unpack!r}")
     worker = open_worker()
     serializer = worker.messages.serializer
@@ -218,11 +233,13 @@ def register_type(kind: type[T], pack: Callable[[T], Any], unpack: Callable[[Any
         raise ValueError(f"{kind.__qualname__} is already registered on worker {worker.info.name}")
 
     def reduce(each: T) -> tuple[object, ...]:
-        return unpack, (pack(each),)
+        return unpacks, (packs(each),)
 
     serializer.register_reducer(kind, reduce)
+    serializer.plain.register(kind, packs, unpacks)
 
     def remove() -> None:
         del serializer.reducers[kind]
+        serializer.plain.remove(kind)
 
     return Registration(remove)

@@ -19,13 +19,14 @@ import torch
 from telegrad.observe import call_key
 from telegrad.rref import RRef
 from telegrad.serialize.program_pickler import BodyPickler
-from telegrad.worker.default_worker import open_worker
+from telegrad.serialize.unpickling import OPEN, PickleGate, Unpickler
+from telegrad.worker.default_worker import current_worker, open_worker
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
 _thread_local_tensor_tables = threading.local()  # .send_tables, .recv_tables of the message being pickled
 _pickler = pickle.Pickler
-_unpickler = pickle.Unpickler
+_unpickler = Unpickler
 
 _NOT_FOUND = """ Default RPC pickler does not serialize
             function code. Ensure that UDFs are defined on both caller and
@@ -133,11 +134,17 @@ class _InternalRPCPickler:
         """
         with _table("recv_tables", tensor_table):
             try:
-                return _unpickler(io.BytesIO(binary_data)).load()
+                return _unpickler(io.BytesIO(binary_data), gate=_gate(), what="a call or result").load()
             except AttributeError as e:
                 missing = AttributeError(str(e) + _NOT_FOUND)
                 missing.__cause__ = e
                 return missing
+
+
+def _gate() -> PickleGate:
+    """Return the permission of this worker to load pickles."""
+    worker = current_worker()
+    return OPEN if worker is None else worker.messages.gate
 
 
 _internal_rpc_pickler = _InternalRPCPickler()

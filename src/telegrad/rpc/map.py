@@ -406,7 +406,7 @@ class _Mapping:
             return [], chunk.noted(error, self._label)
         if packed is None:
             return values, None
-        failure = unpack_exception(packed)
+        failure = unpack_exception(packed, self._worker.messages.gate)
         failure.add_note(f"in rpc.map of {self._label}, at item {chunk.start + len(values)}")
         return values, failure
 

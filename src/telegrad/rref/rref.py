@@ -255,8 +255,7 @@ class RRef(Generic[T_co]):
         """Return the worker for calls about this reference, or raise an error."""
         self._check()
         worker = self._worker
-        if worker.closed:
-            raise NotInitialized
+        worker.require_open()
         return worker
 
     def _check(self) -> None:

@@ -41,6 +41,8 @@ def method_type(rref: AnyHandle, timeout: float) -> type | None:
 
     With a timeout this waits for the type. Otherwise it is None unless the value is known to exist.
     """
+    if not rref.worker.messages.gate.is_open:
+        return None  # classes travel as pickles
     future = rref._type_future
     if timeout in (UNSET, 0):
         if future is None:

@@ -4,8 +4,12 @@ A message has the pickled exception, if it can be pickled, and its type, text an
 the exception with a class that is both the original type and a :class:`~telegrad.errors.RemoteError`. So both
 ``except KeyError`` and ``except RuntimeError`` catch a remote ``KeyError``. A class that the caller cannot import (a
 local class, or one of a notebook) is sent by value, like functions.
+
+Without pickles (option ``allow_pickle=False``), arguments and attributes travel as plain data, if they are plain. The
+caller rebuilds exceptions of Python and of Telegrad from them, and gets a plain RemoteError for others.
 """
 
+import builtins
 import copyreg
 import functools
 import io
@@ -14,9 +18,11 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from telegrad.errors import TEXT, RemoteError, is_drop_in
+from telegrad import errors
+from telegrad.errors import TEXT, RemoteError, SerializationError, is_drop_in
 from telegrad.serialize.pickle_by_value import ByValuePickler
-from telegrad.serialize.tensor_layout import Body
+from telegrad.serialize.plain_fields import decode_fields, encode_fields
+from telegrad.serialize.tensor_layout import Body, make_codec
 from telegrad.serialize.tracebacks import (
     TRACEBACK,
     RemoteTraceback,
@@ -27,6 +33,7 @@ from telegrad.serialize.tracebacks import (
     traceback_of,
     type_name,
 )
+from telegrad.serialize.unpickling import OPEN, PickleGate
 from telegrad.types import WorkerInfo
 
 __all__ = ["describe_exception", "pack_exception", "unpack_exception"]
@@ -44,6 +51,7 @@ class _Packed(NamedTuple):
     pickled: bytes | None  # (maker, args) or (maker, args, state), as returned by __reduce_ex__
     why_not: str  # why the exception, or its state, could not be pickled
     by_value: bytes | None = None  # `pickled` with the class by value, for callers with another script as __main__
+    plain: bytes | None = None  # arguments and attributes, encoded by the codec
 
 
 # Escape sequences of repr(), except for quotes.
@@ -75,32 +83,60 @@ def _text(worker: str, worker_id: int, shown: str, trace: str) -> str:
     return f"On {WorkerInfo(worker, worker_id)}:\n{_unescaped(shown)}\n{trace}"
 
 
-def pack_exception(exc: BaseException, worker_info: WorkerInfo) -> bytes:
+def pack_exception(exc: BaseException, worker_info: WorkerInfo, gate: PickleGate = OPEN) -> bytes:
     """Serialize an exception. Never raises.
 
     Args:
         exc: The exception that user code raised, with its traceback still attached.
         worker_info: The worker that raised it.
+        gate: The worker's permission for pickles; without it the exception is not pickled.
     """
     name, worker_id = worker_info.name, worker_info.id
     shown, trace = show_exception(exc), traceback_of(exc)
     origin = exc.__dict__.get(_ORIGIN)
     if isinstance(exc, RemoteError) and isinstance(origin, _Packed):  # from a third worker: forward the original
         packed = origin._replace(worker=name, worker_id=worker_id, shown=shown, traceback=trace)
+        if not gate.is_open and packed.pickled is not None:
+            packed = packed._replace(pickled=None, by_value=None, why_not=_NOT_PICKLED)
     elif isinstance(exc, Exception):
-        packed = _Packed(name, worker_id, type_name(type(exc)), shown, text_of(exc), trace, *_pickled(exc))
+        parts = _pickled(exc) if gate.is_open else (None, _NOT_PICKLED, None, _plain(exc))
+        packed = _Packed(name, worker_id, type_name(type(exc)), shown, text_of(exc), trace, *parts)
     else:
         kind = type_name(type(exc))
         message = f"the call raised {shown} on worker {name}, which ends neither that worker nor its caller"
         packed = _Packed(name, worker_id, kind, shown, message, trace, None, kind + _NOT_RAISED_AGAIN)
-    return pickle.dumps(tuple(packed), protocol=5)
+    return encode_fields(packed)
 
 
 _NOT_RAISED_AGAIN = " cannot be raised on another worker"
+_NOT_PICKLED = "are not plain data, and the workers exchange no pickles (option allow_pickle=False)"
+_LOCAL_FACTS = (TEXT, "__notes__", _ORIGIN)
+_codec = make_codec()
+
+
+def _plain(exc: Exception) -> bytes | None:
+    """Return arguments and attributes of an exception, if both are plain data."""
+    try:
+        facts = {name: value for name, value in exc.__dict__.items() if name not in _LOCAL_FACTS}
+        coded = _codec.encode((tuple(exc.args), facts))
+    except BaseException:  # user code
+        return None
+    return None if coded is None or coded[1] else coded[0]
+
+
+@functools.cache
+def _known_types() -> dict[str, type[Exception]]:
+    """Return the exceptions that can be rebuilt without pickle."""
+    found = [*vars(builtins).values(), *(getattr(errors, name) for name in errors.__all__)]
+    return {
+        type_name(each): each
+        for each in found
+        if isinstance(each, type) and issubclass(each, Exception) and not issubclass(each, ExceptionGroup | RemoteError)
+    }
 
 
 def _pickled(exc: Exception) -> tuple[bytes | None, str, bytes | None]:
-    """Return the last three fields of `_Packed`."""
+    """Return the fields of `_Packed` that a pickle has."""
     try:
         reduce = copyreg.dispatch_table.get(type(exc))
         parts: object = exc.__reduce_ex__(5) if reduce is None else reduce(exc)
@@ -163,20 +199,26 @@ def _itself(exc: Exception) -> Exception:
     return exc
 
 
-def unpack_exception(data: Body) -> BaseException:
+def unpack_exception(data: Body, gate: PickleGate = OPEN) -> BaseException:
     """Rebuild an exception, with the remote traceback as its ``__cause__``.
 
     Never raises for the output of :func:`pack_exception`, except a KeyboardInterrupt of this process.
 
     Args:
         data: The output of :func:`pack_exception`.
+        gate: The worker's permission to load pickles.
 
     Returns:
         An exception that is a :class:`~telegrad.errors.RemoteError`, and also of the original type if that could be
         rebuilt. ``raise`` it as is, or pass it to ``Future.set_exception``.
     """
-    packed = _Packed(*pickle.loads(data))
-    exc, note, text = _made_again(packed)
+    try:
+        packed = _Packed(*decode_fields(data))  # type: ignore[arg-type]  # a malicious sender may send other types
+    except TypeError as error:
+        raise SerializationError("an exception came with too few or too many fields") from error
+    if not all(isinstance(each, str) for each in (packed.worker, *packed[2:6], packed.why_not)):
+        raise SerializationError("an exception came with fields of other types")
+    exc, note, text = _made_again(packed, gate)
     exc.__dict__.pop(TRACEBACK, None)
     facts = exc.__dict__  # written directly, because the class may not allow setting attributes
     facts |= {
@@ -194,18 +236,20 @@ def unpack_exception(data: Body) -> BaseException:
     return exc
 
 
-def _made_again(packed: _Packed) -> tuple[RemoteError, str, str]:
+def _made_again(packed: _Packed, gate: PickleGate) -> tuple[RemoteError, str, str]:
     """Return the rebuilt exception, a note for the user, and torch's text for it."""
     text = _text(packed.worker, packed.worker_id, packed.shown, packed.traceback)
     without = f"Its attributes were not sent: they {packed.why_not}." if packed.why_not else ""
+    if packed.plain is not None and packed.type_name in _known_types():
+        without = ""
     try:
-        return _of_parts(packed, _remote_class), without, text
+        return _of_parts(packed, gate, _remote_class), without, text
     except BaseException as e:  # user code: constructors and __setstate__
         if is_interrupt(e):
             raise
         why = packed.why_not or f"{type(e).__name__}: {text_of(e)}"
     try:
-        exc = _of_parts(packed, _without_constructor)
+        exc = _of_parts(packed, gate, _without_constructor)
     except BaseException as e:  # user code
         if is_interrupt(e):
             raise
@@ -215,7 +259,9 @@ def _made_again(packed: _Packed) -> tuple[RemoteError, str, str]:
         )
         if packed.pickled is None and why.endswith(_NOT_RAISED_AGAIN):
             return RemoteError(packed.message), "", torchs
-        if packed.pickled is None:
+        if packed.pickled is None and packed.why_not == _NOT_PICKLED:
+            why = f"its arguments and attributes {why}"
+        elif packed.pickled is None:
             why = f"that {why}"
         note = f"This is a RemoteError instead of {packed.type_name}: {why}."
         return RemoteError(f"{packed.type_name}: {packed.message}"), note, torchs
@@ -223,26 +269,32 @@ def _made_again(packed: _Packed) -> tuple[RemoteError, str, str]:
     return exc, without, f"{torchs} Original exception on remote side was {packed.type_name}.\n"
 
 
-def _parts(packed: _Packed) -> tuple[Any, ...]:
+def _parts(packed: _Packed, gate: PickleGate) -> tuple[Any, ...]:
+    kind = _known_types().get(packed.type_name)
+    if packed.plain is not None and kind is not None:
+        plain: Any = _codec.decode(packed.plain, [])
+        args, facts = plain
+        return (errors.rebuild, (kind, args, facts)) if issubclass(kind, errors.TelegradError) else (kind, args, facts)
     if packed.pickled is None:
         raise TypeError(packed.why_not)
     try:
-        parts: tuple[Any, ...] = pickle.loads(packed.pickled)
+        parts: tuple[Any, ...] = gate.loads(packed.pickled, "an exception")
     except AttributeError:
         if packed.by_value is None:
             raise
-        parts = pickle.loads(packed.by_value)
+        parts = gate.loads(packed.by_value, "an exception")
     return parts
 
 
-def _of_parts(packed: _Packed, maker_of: Callable[..., Callable[..., Any]]) -> RemoteError:
+def _of_parts(packed: _Packed, gate: PickleGate, maker_of: Callable[..., Callable[..., Any]]) -> RemoteError:
     """Rebuild the exception from its parts.
 
     Args:
         packed: The message.
+        gate: Permission to load pickles.
         maker_of: Returns what to call instead of an exception class.
     """
-    maker, args, *state = _parts(packed)
+    maker, args, *state = _parts(packed, gate)
     if isinstance(maker, type) and issubclass(maker, Exception):
         maker = maker_of(maker)
     exc = maker(*args)
@@ -315,4 +367,4 @@ def _reduce(exc: RemoteError, _protocol: object) -> tuple[object, ...]:
     origin = exc.__dict__.get(_ORIGIN)
     if origin is None:
         raise pickle.PicklingError(f"this {type(exc).__qualname__} was not raised by a remote call")
-    return unpack_exception, (pickle.dumps(tuple(origin), protocol=5),)
+    return unpack_exception, (encode_fields(origin),)

@@ -6,8 +6,6 @@ sent once per connection. Caller and callee resolve the name at every call. So a
 """
 
 import functools
-import pickle
-import pickletools
 import sys
 import threading
 from collections.abc import Callable
@@ -19,10 +17,9 @@ import cloudpickle
 from telegrad.serialize.module_imports import ensure_imported, import_parents_first
 from telegrad.serialize.pickle_by_value import is_importable
 
-__all__ = ["BY_VALUE", "NameTable", "NotByName", "readable", "resolve", "resolver"]
+__all__ = ["BY_VALUE", "NameTable", "NotByName", "parts_of", "path_of", "readable", "resolve", "resolver"]
 
 _BY_PATH = b"G"  # module and dotted name
-_BY_PICKLE = b"P"  # the pickled function; for torch's builtins, which are not found in their modules
 BY_VALUE = cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES  # the registry itself: checking it is cheap
 _METHOD = b"M"  # the name of a method, for calls on a reference
 
@@ -105,33 +102,57 @@ def _stands(function: object, home: dict[str, object], path: str) -> bool:
         found = functools.reduce(getattr, path.split(".")[1:], home[path.split(".", maxsplit=1)[0]])
     except (AttributeError, KeyError):
         return False
-    return found is function or (type(found) is MethodType and found == function)
+    # A class method is made at each access, those of builtin types too.
+    return found is function or (type(found) in (MethodType, BuiltinFunctionType) and found == function)
 
 
-def _name_of(function: Any) -> tuple[dict[str, Any] | None, str, str, bytes]:
+def path_of(function: Any) -> tuple[str, str]:
+    """Return the module and the dotted name by which a function can be found.
+
+    Raises:
+        NotByName: There is no such name, or it refers to another object.
+    """
     kind = type(function)
+    if kind is BuiltinFunctionType:
+        return _path_of_builtin(function)
     if kind is FunctionType or isinstance(function, type):
         module, path = function.__module__, function.__qualname__
     elif kind is MethodType and isinstance(function.__self__, type):  # a class method
         module, path = function.__self__.__module__, f"{function.__self__.__qualname__}.{function.__name__}"
-    elif kind is BuiltinFunctionType:
-        owner = function.__self__
-        if not isinstance(owner, (ModuleType, type, type(None))):
-            raise NotByName  # a method of an object, such as [].append: the object must be sent
-        return None, "", "", _BY_PICKLE + _pickled(function)
     else:
         raise NotByName
-    home = getattr(sys.modules.get(module), "__dict__", None)
-    if home is None or "<" in path or not _stands(function, home, path) or not is_importable(module):
+    if not _is_found(function, module, path) or not is_importable(module):
         raise NotByName
-    return home, module, path, _BY_PATH + f"{module}\0{path}".encode()
+    return module, path
 
 
-def _pickled(function: object) -> bytes:
-    try:
-        return pickle.dumps(function, protocol=5)
-    except Exception:
-        raise NotByName from None
+def _path_of_builtin(function: Any) -> tuple[str, str]:
+    owner, name = function.__self__, function.__name__
+    if isinstance(owner, ModuleType):
+        places = [(function.__module__, name), (owner.__name__, name)]
+    elif isinstance(owner, type):  # a class method
+        places = [(owner.__module__, f"{owner.__qualname__}.{name}")]
+    elif owner is None:  # torch's functions are static methods of a class, and the module torch has them
+        places = [(function.__module__, name), (function.__module__, function.__qualname__)]
+    else:
+        raise NotByName  # a method of an object, such as [].append: the object must be sent
+    for module, path in places:
+        if module is not None and _is_found(function, module, path):
+            return module, path
+    raise NotByName
+
+
+def _is_found(function: object, module: str, path: str) -> bool:
+    home = getattr(sys.modules.get(module), "__dict__", None)
+    return home is not None and "<" not in path and _stands(function, home, path)
+
+
+def _name_of(function: Any) -> tuple[dict[str, Any] | None, str, str, bytes]:
+    module, path = path_of(function)
+    text = _BY_PATH + f"{module}\0{path}".encode()
+    if type(function) is BuiltinFunctionType:  # not checked at each call
+        return None, "", "", text
+    return sys.modules[module].__dict__, module, path, text
 
 
 def resolve(text: bytes) -> Any:
@@ -145,11 +166,14 @@ def resolve(text: bytes) -> Any:
 
 
 def readable(text: bytes) -> str:
-    """Return a name for people; imports and unpickles nothing."""
-    kind, rest = text[:1], text[1:]
-    if kind == _BY_PICKLE:
-        return ".".join(part for _, part, _ in pickletools.genops(rest) if isinstance(part, str))
-    return rest.decode(errors="replace").replace("\0", ".")
+    """Return a name for people; imports nothing."""
+    return text[1:].decode(errors="replace").replace("\0", ".")
+
+
+def parts_of(text: bytes) -> tuple[str, str]:
+    """Return module and dotted name in a function's name; a method has no module."""
+    module, _, path = text[1:].decode(errors="replace").partition("\0")
+    return ("", module) if text[:1] == _METHOD else (module, path)
 
 
 def resolver(text: bytes) -> Callable[[], Any]:
@@ -173,9 +197,8 @@ def _resolver(text: bytes) -> Callable[[], object]:
     if kind == _METHOD:
         name = rest.decode()
         return lambda: name
-    if kind == _BY_PICKLE:
-        function = pickle.loads(rest)
-        return lambda: function
+    if kind != _BY_PATH:
+        raise AttributeError(f"{text[:100]!r} is not the name of a function")
     module_name, _, path = rest.decode().partition("\0")
     ensure_imported(module_name)
     modules = sys.modules
@@ -190,5 +213,7 @@ def _resolver(text: bytes) -> Callable[[], object]:
             found = getattr(found, name)
         return found
 
-    look_up()
+    function = look_up()
+    if type(function) is BuiltinFunctionType:
+        return lambda: function
     return look_up

@@ -27,11 +27,14 @@ import torch
 
 from telegrad import _core
 from telegrad.errors import SerializationError
+from telegrad.serialize import unpickling
 from telegrad.serialize.module_imports import ensure_imported
 from telegrad.serialize.pickle_by_value import ByValuePickler
+from telegrad.serialize.pickle_error_types import as_serialization_error
 from telegrad.serialize.pickle_errors import describe_type, find_unpicklable
+from telegrad.serialize.plain_data import PlainData
 from telegrad.serialize.storage_aliasing import Segment, TensorSlot, place, restore
-from telegrad.serialize.tensor_layout import Body, Buffer, is_plain, make_codec
+from telegrad.serialize.tensor_layout import MAX_OBJECTS, Body, Buffer, is_plain, make_codec
 from telegrad.serialize.torch_types import (
     REDUCERS,
     is_plain_subclass,
@@ -39,6 +42,7 @@ from telegrad.serialize.torch_types import (
     reduce_special_tensor,
     reduce_subclass,
 )
+from telegrad.serialize.unpickling import OPEN, PickleGate
 
 __all__ = ["Extension", "Serializer", "dumps", "loads"]
 
@@ -49,6 +53,8 @@ SMALLEST_SEGMENT = 1024
 NOT_FOUND_HINT = """ Default RPC pickler does not serialize
             function code. Ensure that UDFs are defined on both caller and
             callee modules."""
+
+RECORD_CODE = 3  # of `plain_data.Record` among the extensions; telegrad.worker.calls.messages has the others
 
 LENGTH = struct.Struct("<Q")
 
@@ -80,13 +86,17 @@ class Serializer:
 
     Args:
         max_depth: Maximum nesting of containers for the codec. Deeper values are pickled.
+        max_objects: Maximum number of objects of a value that the codec decodes.
+        gate: Permission to load pickles.
     """
 
-    def __init__(self, max_depth: int = 64) -> None:
-        self.codec: _core.Codec = make_codec(max_depth)
+    def __init__(self, max_depth: int = 64, max_objects: int = MAX_OBJECTS, gate: PickleGate = OPEN) -> None:
+        self.gate: PickleGate = gate
+        self.codec: _core.Codec = make_codec(max_depth, max_objects)
         self.extensions: dict[type, Extension] = {}
         self.extension_of_code: dict[int, Extension] = {}
         self.reducers: dict[type, Callable[[Any], object]] = {}
+        self.plain: PlainData = PlainData(self.codec, RECORD_CODE, self.extensions, max_depth)
 
     def register(self, kind: type, code: int, pack: Callable[[Any], object], unpack: Callable[[Any], object]) -> None:
         """Register how objects of exactly `kind` are packed and unpacked.
@@ -164,7 +174,7 @@ class Serializer:
                 on.
         """
         with memoryview(body) as view:
-            value, tables = _split(view)
+            value, tables = _split(view, self.gate)
             message = _Incoming(self, tables, segments, recorded=wrap is not None)
             if wrap is not None or tables.specials:
                 message.take_recorded(wrap)
@@ -183,7 +193,7 @@ class Serializer:
     def loads_with_tensors(self, body: Body, tensors: list[torch.Tensor]) -> Any:
         """Unpickle the output of `dumps_with_tensors`."""
         with memoryview(body) as view:
-            value, tables = _split(view)
+            value, tables = _split(view, self.gate)
             return _Incoming(self, tables, (), tensors).load(value)
 
 
@@ -256,7 +266,7 @@ class _Outgoing:
             parts = zip(name, value, strict=True)
             name, value = next((pair for pair in parts if not self._can_pickle(pair[1])), ("value", value))
         path, part = find_unpicklable(value, name, self._can_pickle)
-        raise _also(type(error))(f"{error} (at {path}, of type {describe_type(part)})") from error
+        raise as_serialization_error(type(error))(f"{error} (at {path}, of type {describe_type(part)})") from error
 
     def _can_pickle(self, value: object) -> bool:
         try:
@@ -342,7 +352,7 @@ class _Incoming:
         except AttributeError as error:
             if isinstance(error, SerializationError):
                 raise
-            raise _also(type(error))(f"{error}{NOT_FOUND_HINT}") from error
+            raise as_serialization_error(type(error))(f"{error}{NOT_FOUND_HINT}") from error
         except (pickle.UnpicklingError, EOFError) as error:
             raise SerializationError(f"a message cannot be unpickled: {error}") from error
 
@@ -357,11 +367,11 @@ class _Incoming:
         return self.unpacked[index]
 
 
-class Unpickler(pickle.Unpickler):
+class Unpickler(unpickling.Unpickler):
     """Unpickler of one value of a message."""
 
     def __init__(self, message: _Incoming, data: memoryview, buffers: Sequence[Buffer]) -> None:
-        super().__init__(io.BytesIO(data), buffers=buffers)
+        super().__init__(io.BytesIO(data), gate=message.serializer.gate, buffers=buffers)
         self.message = message
 
     def find_class(self, module: str, name: str) -> Any:
@@ -374,7 +384,7 @@ class Unpickler(pickle.Unpickler):
             ensure_imported(module)
             return super().find_class(module, name)
         except (AttributeError, ImportError) as error:
-            raise _also(type(error))(f"{error}{NOT_FOUND_HINT}") from error
+            raise as_serialization_error(type(error))(f"{error}{NOT_FOUND_HINT}") from error
 
 
 def bare_parameters(value: object) -> frozenset[int]:
@@ -401,40 +411,16 @@ def _extension(index: int) -> NoReturn:
     raise SerializationError("an object of a remote call can only be unpickled with the call")
 
 
-def _split(body: memoryview) -> tuple[memoryview, Tables]:
+def _split(body: memoryview, gate: PickleGate) -> tuple[memoryview, Tables]:
     """Return the pickled value and the tables of a body."""
     try:
         (length,) = LENGTH.unpack_from(body, len(body) - LENGTH.size)
-        tables = Tables(*pickle.loads(body[length : len(body) - LENGTH.size]))
+        tables = Tables(*gate.loads(body[length : len(body) - LENGTH.size], "a message"))
     except (struct.error, pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:
         raise SerializationError("a message is truncated or malformed") from error
     return body[:length], tables
 
 
-def _also(kind: type[Exception]) -> type[SerializationError]:
-    """Return a SerializationError that is also `kind`, which pickle has raised."""
-    if issubclass(kind, SerializationError):
-        return kind
-    if kind not in _both:
-        try:
-            members = {"__module__": SerializationError.__module__, "__reduce__": _reduce_both}
-            both = type("SerializationError", (SerializationError, kind), members)
-        except TypeError:  # the instance layouts conflict
-            both = SerializationError
-        _both[kind] = both
-    return _both[kind]
-
-
-def _reduce_both(error: SerializationError) -> tuple[object, ...]:
-    """Reduce the error to its original type; its own class cannot be found by name."""
-    return _both_again, (type(error).__bases__[1], error.args)
-
-
-def _both_again(kind: type[Exception], args: tuple[object, ...]) -> SerializationError:
-    return _also(kind)(*args)
-
-
-_both: dict[type[Exception], type[SerializationError]] = {}
 _default = Serializer()
 
 

@@ -5,11 +5,12 @@ this module only for tensors that the table does not support. On an older torch 
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from telegrad import _core
+from telegrad.errors import Overloaded
 from telegrad.serialize.cut_graphs import is_watched, watch_cut
 
 Buffer: TypeAlias = Any  # object with a writable buffer; from Python 3.12 on this is collections.abc.Buffer
@@ -120,11 +121,16 @@ def storage_over(segment: Buffer) -> torch.UntypedStorage:
     return torch.frombuffer(memoryview(segment), dtype=torch.uint8).untyped_storage()
 
 
-def make_codec(max_depth: int = 64) -> _core.Codec:
+MAX_OBJECTS: Final = 32 << 20
+"""Maximum number of objects of a decoded value, unless an option says otherwise."""
+
+
+def make_codec(max_depth: int = 64, max_objects: int = MAX_OBJECTS) -> _core.Codec:
     """Make a codec for the torch of this process.
 
     Args:
         max_depth: Maximum nesting of containers. Deeper values are pickled.
+        max_objects: Maximum number of objects of a decoded value.
     """
     return _core.Codec(
         torch.Tensor,
@@ -136,4 +142,6 @@ def make_codec(max_depth: int = 64) -> _core.Codec:
         parameter_type=torch.nn.Parameter,
         watch_cut=watch_cut,
         is_watched=is_watched,
+        max_objects=max_objects,
+        too_many=Overloaded,
     )

@@ -95,15 +95,19 @@ class Producer:
             if self._is_closing:
                 return self._next, CLOSED, 0, []
             self._is_running = True
-            self._is_urgent = False
             self._runs += 1
         try:
             if self._solitary is None and self._error is None:
                 self._context.run(self._produce, credit)
         finally:
             with self._lock:
-                self._is_running = False
-                first, size, items = self._take()
+                self._is_running = self._is_urgent = False
+                first, items = self._take()
+                size = 0
+                if not items and self._solitary is not None:
+                    items, self._solitary = self._solitary, None
+                    size = size_of(items[0])
+                    self._next += 1
                 must_close = self._was_closed()  # meanwhile
         if must_close:
             self._ended(self.key)
@@ -118,14 +122,15 @@ class Producer:
     def flush(self) -> WireBatch:
         """Return the items that a running request holds back.
 
-        If there are none, the request returns its next item at once.
+        If there are none, that request, or the next one if none runs yet, returns its next item at once. A solitary
+        item belongs to the next `pull`: its encoding may fail, and that ends the stream after the items before it.
         """
         with self._lock:
             self._is_urgent = True  # before reading the items, which a step may add without the lock
             if self._items:
                 self._is_urgent = False
-            first, size, items = self._take()
-        return first, OPEN, size, items
+            first, items = self._take()
+        return first, OPEN, 0, items
 
     def _was_closed(self) -> bool:
         return self._is_closing
@@ -168,19 +173,16 @@ class Producer:
                 if credit <= 0 or self._is_urgent or now() > until:
                     return
 
-    def _take(self) -> tuple[int, int, list[Any]]:
-        """Return the batch and begin the next one.
+    def _take(self) -> tuple[int, list[Any]]:
+        """Return the number of the first small item that is ready, and these items.
 
         The caller holds the lock; a running step may add items meanwhile.
         """
-        first, size = self._next, 0
+        first = self._next
         items = self._items[:]
         del self._items[: len(items)]
-        if not items and not self._is_running and self._solitary is not None:
-            items, self._solitary = self._solitary, None
-            size = size_of(items[0])
         self._next += len(items)
-        return first, size, items
+        return first, items
 
     def _close_iterator(self) -> None:
         close = getattr(self._iterator, "close", None)

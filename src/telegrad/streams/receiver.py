@@ -71,6 +71,8 @@ class Receiver:
     _is_pulling = True  # a request is in progress, or about to be sent
     _pull: CallFuture[WireBatch] | None = None
     _flush: CallFuture[WireBatch | None] | None = None
+    _flushing: int | None = None  # request that a flush in progress, or about to be sent, is about
+    _flush_error: BaseException | None = None  # of a flush, which may have lost items
 
     def __init__(self, worker: Worker, peer: int, label: str, timeout: int, prefetch: int, scope: Scope | None) -> None:
         self.worker: Worker = worker
@@ -138,6 +140,8 @@ class Receiver:
         """Return the credit of a request to send now, or 0; with the lock held."""
         if self._is_pulling or self._has_ended or self._is_closed or self._error is not None:
             return 0
+        if self._early:  # an earlier, large batch is on its way; this one may be the last
+            return 0
         ahead = self._arrived - self._taken + self._current
         credit = min(self._credit, self._prefetch - ahead)
         if credit <= 0 or 2 * ahead > self._prefetch or self._bytes >= _MOST_BYTES:
@@ -160,17 +164,19 @@ class Receiver:
             self._watch(future, self._on_pull)
 
     def flush(self) -> None:
-        """Request the items that the callee holds back.
-
-        For a reader that has waited for `PATIENCE`.
-        """
+        """Request what the callee holds back, for a reader that waited `PATIENCE`."""
         with self.lock:
             self._is_slow = True
-            if self._is_live or not self._may_hold or not self._is_pulling or self._flush is not None:
+            if self._is_live or not self._may_hold or not self._is_pulling or self._flushing is not None:
                 return
+            self._flushing = self._pulls
         try:
             future = self._start(serving.flush)
-        except TelegradError:  # the request in progress fails for the same reason
+        except BaseException as e:
+            with self.lock:
+                self._flushing = None
+            if not isinstance(e, TelegradError):  # else the request in progress fails for the same reason
+                raise
             return
         self._flush = future
         self._watch(future, self._on_flush)
@@ -192,12 +198,13 @@ class Receiver:
                     self._credit = min(2 * self._credit, max(self._prefetch // 2, 1))
                 self._is_slow = False
                 self._accept(batch)
+                is_broken = self._fail_if_broken()
                 if self._is_closed:
                     self._streams.receivers.pop(self._number, None)
             credit = self._claim_pull()
             if error is None:
                 # The first notification may have reached the callee before the stream was open there.
-                must_close = self._is_closed and not self._has_ended and not self._pulls
+                must_close = is_broken or (self._is_closed and not self._has_ended and not self._pulls)
             else:  # the callee keeps the stream if it could not send an item
                 must_close = not isinstance(error, (WorkerLost, NotInitialized))
             if self._changed is not None or self.wake is not None:
@@ -209,13 +216,20 @@ class Receiver:
 
     def _on_flush(self, future: CallFuture[WireBatch | None]) -> None:
         with self.lock:
-            self._flush = None
-            batch = None if future.failure() is not None else future.value()  # a failure is that of the pull, too
+            flushed, self._flush, self._flushing = self._flushing, None, None
+            self._flush_error = future.failure()
+            batch = future.value() if self._flush_error is None else None
             if batch is not None and batch[3]:
                 self._accept(batch)
-            else:
+            elif flushed == self._pulls:
                 self._may_hold = False  # the request in progress returns with its next item
+            is_broken = self._fail_if_broken()
+            credit = self._claim_pull()  # the request in progress may have returned first
             self._notify()
+        if is_broken:
+            self._tell_closed()
+        if credit:
+            self._send_pull(credit)
 
     def _accept(self, batch: WireBatch) -> None:
         following: WireBatch | None = batch
@@ -238,6 +252,14 @@ class Receiver:
             following = self._early.pop(self._arrived, None) if self._early else None
         if self._has_ended:
             self._streams.receivers.pop(self._number, None)
+
+    def _fail_if_broken(self) -> bool:
+        """Fail if a flush has lost items that a batch waits for; return whether so."""
+        if not self._early or self._flushing is not None or self._flush_error is None:
+            return False
+        self._early = None
+        self._fail(self._flush_error)
+        return True
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
@@ -279,7 +301,7 @@ class Receiver:
                 self._taken += 1
             elif not self.failed:
                 if self._is_closed:
-                    self._raise_closed()
+                    raise StreamError(f"{self} was closed after {self._taken} items. Call rpc.stream again.")
                 if self._has_failed():
                     self._raise_error()
             more = items is not None or not (self._has_ended or self.failed)
@@ -303,7 +325,10 @@ class Receiver:
             timeout: Limit in ns; 0 for none.
         """
         until = time.monotonic_ns() + timeout
-        future: CallFuture[Any] | None = self._pull if self._flush is None else self._flush
+        with self.lock:
+            if self._has_news():
+                return  # the call that brought them is no longer the one to wait for
+            future: CallFuture[Any] | None = self._pull if self._flush is None else self._flush
         if future is not None and future._source is not None:  # the call behind interceptors
             future = future._source
         call = getattr(future, "_call", 0)
@@ -322,14 +347,8 @@ class Receiver:
         return bool(self._ready) or self._has_ended or self._is_closed or self._has_failed()
 
     def _has_failed(self) -> bool:
-        """Return whether the error is next.
-
-        A `flush` in progress may return items that come before it.
-        """
-        return self._error is not None and self._flush is None
-
-    def _raise_closed(self) -> NoReturn:
-        raise StreamError(f"{self} was closed after {self._taken} items. Call rpc.stream again for a new one.")
+        """Return whether the error is next: no flush may return items before it."""
+        return self._error is not None and self._flushing is None
 
     def _raise_error(self) -> NoReturn:
         error = self._error

@@ -51,7 +51,7 @@ class Streams:
         self.producers: dict[tuple[int, int], AnyProducer] = {}  # by the caller's id, and its number for the stream
         self.receivers: dict[int, AnyReceiver] = {}  # by number
         self.numbers: Iterator[int] = itertools.count(1)  # of new streams of this caller
-        self.scope: Scope = Scope(worker, 0, True)  # of streams that are opened outside of handlers
+        self.scope: Scope = Scope(worker, 0, 1)  # of streams that are opened outside of handlers
 
     @classmethod
     def of(cls, worker: Worker) -> "Streams":

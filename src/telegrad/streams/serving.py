@@ -12,7 +12,7 @@ from telegrad.streams.batches import Batch
 from telegrad.streams.producer import Producer
 from telegrad.streams.service import AnyProducer, Streams
 from telegrad.worker import Worker, current
-from telegrad.worker.calls.callables import find_function, method_of, name_of, run
+from telegrad.worker.calls.callables import callee_of, found, name_of, run
 from telegrad.worker.calls.interceptors import carriers, internal
 
 __all__ = ["close", "flush", "open_function", "open_method", "pull"]
@@ -41,8 +41,7 @@ def open_function(
         TypeError: The function does not return an iterator.
         Exception: Whatever the function or the first step of the iterator raises.
     """
-    found: Any = find_function(function) if isinstance(function, bytes) else function
-    return _open(caller, number, found, args, kwargs)
+    return _open(caller, number, callee_of(function), args, kwargs)
 
 
 def open_method(
@@ -57,8 +56,16 @@ def open_method(
 
     An interceptor of the callee passes the method, or another function, instead of its name.
     """
-    method: Any = method_of(value, name) if isinstance(name, str) else name
-    return _open(caller, number, method, args, kwargs)
+    return _open(caller, number, _method_of(value, name), args, kwargs)
+
+
+def _method_of(value: object, name: str | Callable[..., object]) -> Any:
+    """Return a method of a referenced value, if this worker exposes it."""
+    if not isinstance(name, str):
+        return callee_of(name)
+    scope = current.get()
+    assert scope is not None
+    return scope.worker.handlers.exposure.method_of(value, name)
 
 
 def _open(
@@ -125,9 +132,11 @@ class _Open:
 
     kind = "stream"
 
-    def show(self, args: Sequence[Any], /) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+    def show(
+        self, args: Sequence[Any], find: Callable[..., Any] = found, /
+    ) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
         *_, function, values, named = args
-        return (find_function(function) if isinstance(function, bytes) else function), values, named
+        return find(function), values, named
 
     def change(
         self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
@@ -145,9 +154,11 @@ class _OpenMethod(_Open):
     At the callee, interceptors see the method itself.
     """
 
-    def show(self, args: Sequence[Any], /) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
-        function, values, named = super().show(args)
-        return (method_of(args[0], str(function)) if _is_at_callee(args) else function), values, named
+    def show(
+        self, args: Sequence[Any], find: Callable[..., Any] = found, /
+    ) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+        *_, name, values, named = args
+        return (_method_of(args[0], str(name)) if _is_at_callee(args) else name), values, named
 
     def change(
         self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /

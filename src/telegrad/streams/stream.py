@@ -129,17 +129,18 @@ class Stream(Generic[T_co]):
         try:
             until = time.monotonic_ns() + receiver.timeout if receiver.timeout else 0
             patience: int | None = PATIENCE
-            while True:
+            while True:  # each arrival, also of an answer to `flush`, may be the time for another one
                 arrived.clear()
                 items, more = receiver.take(me)
                 if items is not None or not more:
                     break
+                if patience is None:
+                    receiver.flush()
                 left = until - time.monotonic_ns() if until else None
                 if left is not None and left <= 0:
                     receiver.expire()
                 limits = [limit for limit in (left, patience) if limit is not None]
                 if not await _wait_until_set(arrived, min(limits) if limits else None):
-                    receiver.flush()
                     patience = None
         finally:
             receiver.wake = None
@@ -245,7 +246,8 @@ def open_stream(
     # A request for items belongs to the context in which the stream was opened, whichever thread makes it.
     if scope is not None:  # without `_replace`, which takes a microsecond
         autograd = None if caller_flags() else scope.autograd
-        scope = Scope(worker, scope.deadline, True, False, autograd, scope.connection, scope.call)
+        depth = max(scope.depth, 1)
+        scope = Scope(worker, scope.deadline, depth, False, autograd, scope.connection, scope.call)
     label = function if isinstance(function, str) else name_of(function)
     reader = Receiver(worker, to, label, worker.calls.timeout(timeout), prefetch, scope)
     reader.open(what, tuple(positional), dict(named), receiver, introduce)

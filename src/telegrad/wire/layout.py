@@ -29,6 +29,7 @@ class EventKind(IntEnum):
     CALLBACK = 3  # requested with `Engine.request_callback`
     PEER_BACK = 4
     CONNECTED = 5
+    REPLACED = 6  # a peer has refused this worker: a newer process has its name
 
 
 class MetadataField(IntEnum):
@@ -47,7 +48,7 @@ class ScopeField(IntEnum):
 
     WORKER = 0
     DEADLINE = 1
-    NESTED = 2
+    DEPTH = 2
     REQUEST = 3
     AUTOGRAD = 4
     CONNECTION = 5

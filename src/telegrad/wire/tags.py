@@ -70,6 +70,8 @@ class LeftOut(IntEnum):
     NO_MEMORY = ord("M")  # the receiver had no memory for it
     CANCELED = ord("C")  # the caller canceled the request before it ran, or was lost
     EXPIRED = ord("E")  # the deadline of the request passed before it ran
+    OVERLOADED = ord("O")  # over a limit of what a worker keeps at once; the text is `option: reason`
+    BROKEN = ord("B")  # the connection broke before it had arrived, and its memory may have changed since
 
 
 class Status(IntEnum):
@@ -83,3 +85,4 @@ class Status(IntEnum):
     STOPPED = 5  # this worker was stopped
     TOO_LARGE = 6  # the request is over the peer's limits and was not sent
     CANCELED = 7
+    OVERLOADED = 8  # over a limit of what a worker keeps at once; the request was not sent

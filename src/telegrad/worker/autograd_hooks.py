@@ -28,7 +28,7 @@ class AutogradHooks(Protocol[C]):
 
     # ---- outgoing messages
 
-    def on_send(self, context: C, peer: int, tensors: Sequence[Tensor], request: bool) -> int | None:
+    def on_send(self, context: C, peer: int, tensors: Sequence[Tensor], request: bool, epoch: int) -> int | None:
         """Record the tensors of a message that is about to leave in a context.
 
         Args:
@@ -36,14 +36,18 @@ class AutogradHooks(Protocol[C]):
             peer: Receiver of the message.
             tensors: Tensors of the message that require grad.
             request: The message names the context, even without such tensors.
+            epoch: Epoch of a request; it was read before.
 
         Returns:
             Id under which the tensors are recorded, or 0 without tensors. None if the context has ended; then the
             message does not name the context.
         """
 
-    def rollback(self, context: C, message: int, peer: int) -> None:
-        """Undo `on_send` for a request that was not sent."""
+    def rollback(self, context: C, message: int, peer: int, epoch: int | None) -> None:
+        """Undo `on_send` for a message that was not sent.
+
+        `epoch` is that of a request, None for a reply.
+        """
 
     # ---- received messages
 
@@ -66,7 +70,7 @@ class AutogradHooks(Protocol[C]):
         It records them, and returns those that the program gets instead.
         """
 
-    def on_ended(self, peer: int, plain: tuple[int, Any]) -> None:
+    def on_ended(self, peer: int, connection: int, plain: tuple[int, Any]) -> None:
         """Handle the notification of a peer that a context or its records have ended."""
 
     @property
@@ -121,6 +125,9 @@ class AutogradHooks(Protocol[C]):
 
     def peer_lost(self, peer: int, why: str) -> None:
         """Handle the loss of a worker."""
+
+    def peer_joined(self, peer: int) -> None:
+        """Handle the return of a lost worker, or of a new process with its id."""
 
     def close(self) -> None:
         """Release all contexts of the closed worker."""

@@ -109,6 +109,10 @@ class ClosedEngine:
     def lend(self, *_: object) -> None:
         """Return None: there is no link that could lease memory."""
 
+    def parked(self) -> int:
+        """Return 0: there are no requests."""
+        return 0
+
     def largest_body(self, *_: object) -> int:
         """Return 0: there is no connection."""
         return 0

@@ -49,8 +49,7 @@ class MemberChanges:
         if known is not None and known.incarnation < member.incarnation:
             self.remembered_runs.forget_caller(known.incarnation)
         if returned or member.id in self.members.lost:
-            self.members.mark_present(member.id)
-            self.references.peer_joined(member.id)
+            self._admit_again(member.id)
         usable = addresses.candidates(member.addresses, member.host == self.host, self.options.transports)
         self.engine.set_peer(member.id, member.name, member.incarnation, usable)
         if returned:
@@ -59,10 +58,11 @@ class MemberChanges:
 
     def remove_member(self, worker_id: int, reason: str) -> None:
         """Remove a worker that has left the group."""
-        incarnation = self.members.connected.get(worker_id, 0)
+        member = self.members.get(worker_id)
+        incarnation = self.members.connected.get(worker_id, 0 if member is None else member.incarnation)
         self.remembered_runs.forget_caller(incarnation)
         self.members.retire(worker_id)
-        self.engine.disconnect(worker_id, reason)
+        self.engine.disconnect(worker_id, reason, incarnation)
         self._release_peer(worker_id, reason, gone=True)
         lifecycle_log.peer_left(self, worker_id, reason)
         self.members.mark_lost(worker_id, incarnation, reason, departed=True)
@@ -73,13 +73,16 @@ class MemberChanges:
         self.remembered_runs.forget_caller(incarnation)
         if not self.static:
             self.members.retire(worker_id, reason)
-        if self.members.connected.get(worker_id, 0) <= incarnation:  # not if its successor has connected already
-            self.engine.remove_peer(worker_id, reason)
-        if worker_id not in self.members.lost:
-            lifecycle_log.lost(self, worker_id, reason)
-            self.members.mark_lost(worker_id, incarnation, reason, departed=False)
+        self.engine.remove_peer(worker_id, reason, incarnation)
+        if self.members.connected.get(worker_id, 0) <= incarnation:  # else its successor has its name
+            known = worker_id in self.members.lost
+            if not known:
+                lifecycle_log.lost(self, worker_id, reason)
+                self.members.mark_lost(worker_id, incarnation, reason, departed=False)
+            # Also if its session has ended before: messages have waited for another one, and will not be sent.
             self._release_peer(worker_id, reason, gone=True)
-            self.shutdown.peer_gone(worker_id, False)
+            if not known:
+                self.shutdown.peer_gone(worker_id, False)
         self.members.notify()
 
     def on_connected(self, peer: int, incarnation: int, text: str) -> None:
@@ -120,14 +123,18 @@ class MemberChanges:
 
     def on_peer_back(self, peer: int) -> None:
         """Handle the return of a lost peer."""
-        self.members.mark_present(peer)
-        self.references.peer_joined(peer)
+        self._admit_again(peer)
         self.shutdown.peer_back(peer)
 
+    def _admit_again(self, peer: int) -> None:
+        self.members.mark_present(peer)
+        self.references.peer_joined(peer)
+        self.autograd.peer_joined(peer)  # in the epoch that the references have begun
+
     def _release_peer(self, peer: int, reason: str, gone: bool, keep_references: bool = False) -> None:
-        self.autograd.peer_lost(peer, reason)
         if not keep_references:
             self.references.peer_lost(peer, reason, gone)
+        self.autograd.peer_lost(peer, reason)  # in the epoch that the references have begun
 
     def _read_store(self) -> None:
         """Apply new entries of the group's log: an unknown worker may have joined."""

@@ -10,9 +10,9 @@ from telegrad import _core
 from telegrad.errors import NotInitialized
 from telegrad.group.rendezvous import Group
 from telegrad.options import Options
-from telegrad.serialize.function_names import BY_VALUE, resolver
+from telegrad.serialize.function_names import BY_VALUE
 from telegrad.types import WorkerInfo
-from telegrad.worker.calls.callables import checked_arguments, find_function, method_of, rerun_for_torch_error
+from telegrad.worker.calls.callables import checked_arguments, rerun_for_torch_error
 from telegrad.worker.calls.client import CallForm
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import active
@@ -48,9 +48,6 @@ class Environment(NamedTuple):
     # of the native server only
     request_info: type = RequestInfo
     clean_state: Callable[[], None] = clean_state
-    resolver: Callable[[bytes], object] = resolver
-    find_function: Callable[[bytes], object] = find_function
-    method_of: Callable[[Any, str], object] = method_of
     rerun_for_torch_error: Callable[..., object] = rerun_for_torch_error
 
 
@@ -62,7 +59,9 @@ def is_encrypted(group: Group, options: Options) -> bool:
     return options.encryption == "auto" and bool(options.tls_cert or not group.shared_secret)
 
 
-def make_engine(info: WorkerInfo, incarnation: int, group: Group, options: Options) -> _core.Engine:
+def make_engine(
+    info: WorkerInfo, incarnation: int, group: Group, options: Options, faults: _core.Faults | None
+) -> _core.Engine:
     """Create an engine without listeners and without peers.
 
     Raises:
@@ -86,12 +85,20 @@ def make_engine(info: WorkerInfo, incarnation: int, group: Group, options: Optio
         max_message=options.max_message_bytes,
         shared_memory=options.shared_memory_bytes,
         lanes=options.tcp_lanes,
+        max_call_depth=options.max_call_depth,
+        max_in_flight=options.max_in_flight,
+        send_queue=options.send_queue_bytes,
+        max_waiting=options.max_waiting_messages,
+        arena_budget=options.arena_budget_bytes,
+        max_peers=options.max_peers,
+        resume=options.resume,
         check_uid=True,
         secret_given=not group.shared_secret,
         encrypted=is_encrypted(group, options),
         certificate=options.tls_cert or "",
         private_key=options.tls_key or "",
         authority=options.tls_ca or "",
+        faults=faults,
     )
 
 

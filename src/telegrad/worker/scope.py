@@ -38,7 +38,7 @@ class Scope(NamedTuple):
 
     worker: Any  # the Worker that makes the calls
     deadline: int  # deadline of the running request, monotonic ns; 0: none
-    nested: bool  # inside a handler, or a callback of the pool
+    depth: int  # of the calls that the code makes: 1 in a handler of a call from outside of handlers, and in callbacks
     request: bool = False  # this thread runs a request
     autograd: Any = None  # the autograd context
     connection: int = 0  # connection of the running request

@@ -22,6 +22,7 @@ from telegrad.group.store_waits import Store
 from telegrad.options import Options
 from telegrad.protocols.membership import ordinal_of
 from telegrad.protocols.rref import Ticket
+from telegrad.serialize.unpickling import PickleGate
 from telegrad.types import WorkerInfo
 from telegrad.wire import Tag
 from telegrad.worker import lifecycle_log, process_hooks
@@ -33,7 +34,9 @@ from telegrad.worker.calls.retrying import Retries
 from telegrad.worker.closed import AnyEngine, AnyServer, ClosedEngine
 from telegrad.worker.diagnostics import signal_dump
 from telegrad.worker.diagnostics.running import RunningHandlers
+from telegrad.worker.diagnostics.size_warning import SizeWarning
 from telegrad.worker.diagnostics.watchdog import Watchdog
+from telegrad.worker.fault_rules import WorkerFaults
 from telegrad.worker.member_changes import MemberChanges
 from telegrad.worker.members import Members
 from telegrad.worker.membership_service import MembershipService
@@ -42,6 +45,7 @@ from telegrad.worker.refs.references import References
 from telegrad.worker.scope import Scope, current
 from telegrad.worker.serving.dispatch import Dispatcher
 from telegrad.worker.serving.event_loop import EventLoop
+from telegrad.worker.serving.exposure import ALLOW_ALL, AllowList
 from telegrad.worker.serving.handlers import Handlers
 from telegrad.worker.serving.once import RememberedRuns
 from telegrad.worker.serving.thread_pool import CANCEL, COMPLETION, EVENT, ONEWAY, ThreadPool
@@ -109,7 +113,11 @@ class Worker(MemberChanges):
                 info.name,
                 host,
             )
-        self.engine: AnyEngine = make_engine(info, self.incarnation, group, options)
+        self.faults: WorkerFaults | None = (
+            WorkerFaults(info.name, options.transports, options.faults) if options.faults else None
+        )
+        faults = self.faults.native if self.faults else None
+        self.engine: AnyEngine = make_engine(info, self.incarnation, group, options, faults)
         bound = [self.engine.listen(address) for address in listen]
         self.host: str = addresses.host_key()
         self.member: Member = Member(
@@ -133,6 +141,7 @@ class Worker(MemberChanges):
             lambda rref, owner, fork: plugins.rref_type.of(self, rref, owner, fork),
             self.is_open,
             self._set_epoch,
+            SizeWarning(info.name, "remote references", "warn_references", options.warn_references),
         )
         self.autograd: AutogradHooks[Any] = plugins.make_autograd(self, first_id)
         self.messages: Messages = Messages(
@@ -144,6 +153,8 @@ class Worker(MemberChanges):
             self.references.new_id,
             self.autograd,
             self.members.name_of,
+            PickleGate(options.allow_pickle),
+            options.max_objects,
         )
         self.calls: Calls = Calls(
             self.engine,
@@ -167,8 +178,9 @@ class Worker(MemberChanges):
             self.loop,
             self._submit,
             options.remote_error_number(),
+            ALLOW_ALL if options.expose == "all" else AllowList(info.name),
         )
-        self.callback_scope: Scope = Scope(self, 0, True)
+        self.callback_scope: Scope = Scope(self, 0, 1)
         self.server: AnyServer = make_server(self, self.callback_scope)
         self.handlers.update_recording()
         self.calls.delay = self.timers.call_later
@@ -233,7 +245,7 @@ class Worker(MemberChanges):
         _outer.set((*_outer.get(), outer))
         # Within a handler, the deadline of its request still applies to calls through any worker.
         if outer is None:
-            current.set(Scope(self, 0, False))
+            current.set(Scope(self, 0, 0))
         elif outer.worker is self:
             current.set(outer)
         else:  # an autograd context and a connection belong to one worker
@@ -260,7 +272,7 @@ class Worker(MemberChanges):
 
     # ---- references
 
-    def _share(self, handle: Any, peer: int) -> Ticket:
+    def _share(self, handle: Any, peer: int, epoch: int) -> Ticket:
         holder: Worker = handle.worker
         if holder is not self:
             raise RRefError(
@@ -268,7 +280,7 @@ class Worker(MemberChanges):
                 f" calls of worker {self.info.name}. Send its value instead."
             )
         handle._mark_used()
-        return self.references.share(handle.id, handle.owner_id, peer)
+        return self.references.share(handle.id, handle.owner_id, peer, epoch)
 
     def _send_reference_message(self, peer: int, plain: object, kind: str, epoch: int) -> None:
         message = self.messages.encode(peer, plain)
@@ -366,7 +378,11 @@ class Worker(MemberChanges):
         Args:
             why: Why the group has done so.
         """
-        self.fenced = f"worker {self.info.name} is out of its group: {why}. Start it again to join as a new process."
+        if self.closed or self.fenced:
+            return
+        self.fenced = self.calls.fenced = (
+            f"worker {self.info.name} is out of its group: {why}. Start it again to join as a new process."
+        )
         logger.error("%s", self.fenced)
         threading.Thread(target=self.close, name=f"telegrad-{self.info.name}-fence", daemon=True).start()
 

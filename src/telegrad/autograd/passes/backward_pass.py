@@ -48,6 +48,7 @@ from telegrad.protocols.backward_messages import (
 )
 from telegrad.serialize.exceptions import pack_exception
 from telegrad.serialize.tracebacks import text_of
+from telegrad.serialize.unpickling import OPEN, PickleGate
 from telegrad.types import WorkerInfo
 
 __all__ = ["BackwardPass"]
@@ -83,6 +84,7 @@ class BackwardPass:
             All gradients are then in the contexts of their workers.
         name_of: Returns the name of a worker, for errors.
         incarnation_of: Returns the newest known incarnation of a worker, for errors.
+        gate: Permission to load pickles, for errors.
     """
 
     _cause: BaseException | None = None  # at the root: cause of the error that it raises, if it is the root's own error
@@ -104,14 +106,14 @@ class BackwardPass:
         finished: Callable[[BaseException | None], None],
         name_of: Callable[[int], str] = str,
         incarnation_of: Callable[[int], int] = lambda _: 0,
+        gate: PickleGate = OPEN,
     ) -> None:
         self._number = number
         self._worker = worker
         self._context = context
         self._send = send
         self._finished = finished
-        self._name_of = name_of
-        self._incarnation_of = incarnation_of
+        self._name_of, self._incarnation_of, self._gate = name_of, incarnation_of, gate
         self._root = root_worker
         self._stages: StageRunner | PlainStages = (
             PlainStages(context) if isinstance(context, PlainContext) else StageRunner(context)
@@ -437,11 +439,11 @@ class BackwardPass:
             self._cause = error
         elif self._context.is_plain and type(error) is RuntimeError and SECOND_TIME in str(error):
             error = RuntimeError(f"On worker {self._worker.name}: {error}")
-        return self._worker.id, pack_exception(error, self._worker), text_of(error)
+        return self._worker.id, pack_exception(error, self._worker, self._gate), text_of(error)
 
     def _unpack_error(self, why: Reason) -> BaseException:
         """Return the error that `backward` raises."""
-        return unpack_error(why, self._worker.id, self._cause, self._name_of, self._incarnation_of)
+        return unpack_error(why, self._worker.id, self._cause, self._name_of, self._incarnation_of, self._gate)
 
 
 def _layout_of(layout: Layout, _: Sequence[int]) -> Layout:

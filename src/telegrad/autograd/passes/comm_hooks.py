@@ -104,10 +104,15 @@ def _checked(compressed: object) -> Compressed:
     )
 
 
-def decompress(messages: list[WireMessage]) -> list[WireMessage]:
+def decompress(messages: list[WireMessage], callee_of: Callable[[Any], Any]) -> list[WireMessage]:
     """Return messages with the gradients that compressed ones stand for.
 
+    Args:
+        messages: The messages.
+        callee_of: Returns a function of a message, if this worker exposes it.
+
     Raises:
+        NotExposed: This worker does not expose a function.
         TypeError: A function did not return a list with one gradient for each of the sender's.
         errors of the functions.
     """
@@ -115,7 +120,7 @@ def decompress(messages: list[WireMessage]) -> list[WireMessage]:
     for message in messages:
         if message[0] == GRADIENTS and isinstance(message[_GRADIENTS_AT], tuple):
             function, arguments, count = message[_GRADIENTS_AT]
-            gradients = list(function(*arguments))
+            gradients = list(callee_of(function)(*arguments))
             wrong = [type(each).__name__ for each in gradients if not (each is None or isinstance(each, Tensor))]
             if wrong or len(gradients) != count:
                 raise TypeError(

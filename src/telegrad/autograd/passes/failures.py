@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 from telegrad.errors import TEXT, RemoteError, WorkerLost, is_drop_in
 from telegrad.serialize.exceptions import unpack_exception
+from telegrad.serialize.unpickling import PickleGate
 
 __all__ = ["SECOND_TIME", "Reason", "RemoteFailure", "unpack_error"]
 
@@ -24,6 +25,7 @@ def unpack_error(
     cause: BaseException | None,
     name_of: Callable[[int], str],
     incarnation_of: Callable[[int], int],
+    gate: PickleGate,
 ) -> BaseException:
     """Return the error that `backward` raises.
 
@@ -33,6 +35,7 @@ def unpack_error(
         cause: Cause of an error of this worker that a message has caused.
         name_of: Returns the name of a worker.
         incarnation_of: Returns the newest known incarnation of a worker.
+        gate: Permission to load pickles.
     """
     if isinstance(why, BaseException):
         return why
@@ -42,7 +45,7 @@ def unpack_error(
         peer, reason = why
         return WorkerLost(name_of(peer), reason, incarnation_of(peer))
     worker, packed, text = why
-    error = unpack_exception(packed)
+    error = unpack_exception(packed, gate)
     if cause is not None and worker == worker_id:
         error.__cause__ = cause
     if isinstance(error, RemoteError) and is_drop_in():

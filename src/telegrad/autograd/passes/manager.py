@@ -26,7 +26,7 @@ from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLos
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
-from telegrad.worker.calls.client import error_of, too_large
+from telegrad.worker.calls.client import error_of, not_sent
 from telegrad.worker.native import NOT_ENCODABLE, OtherReply
 from telegrad.worker.scope import current, remaining
 from telegrad.worker.serving.request_info import RequestInfo
@@ -36,7 +36,7 @@ __all__ = ["BackwardManager"]
 _GRADIENTS, _ERROR = int(Tag.GRADIENTS), int(Tag.ERROR)
 _MUST_RUN = int(Flag.MUST_RUN)
 _REPLIED, _TIMED_OUT, _STOPPED = int(Status.REPLIED), int(Status.TIMED_OUT), int(Status.STOPPED)
-_TOO_LARGE = int(Status.TOO_LARGE)
+_NOT_SENT = (int(Status.TOO_LARGE), int(Status.OVERLOADED))
 _METADATA, _LEFT_OUT = int(Flag.METADATA), int(Flag.LEFT_OUT)
 _CHECK_INTERVAL = 20_000_000  # ns; a thread that waits for one reply checks this often whether the pass has ended
 _REMEDY = (
@@ -198,6 +198,9 @@ class BackwardManager:
         with context.lock:  # the pass itself may be over, and an earlier one may not
             return min((number for other, number in context.passes if other == root), default=0)
 
+    def _decompress(self, messages: list[WireMessage]) -> list[WireMessage]:
+        return decompress(messages, self.worker.handlers.exposure.callee_of)
+
     def on_reply(self, task: PassTask, peer: int, outcome: Outcome) -> None:
         """Process the completion of a request with messages to a peer."""
         status, tag, flags, body, segments, _, connection, why = outcome
@@ -206,17 +209,17 @@ class BackwardManager:
                 if flags & _LEFT_OUT:
                     raise error_of(body, self._gradients_with(peer))
                 if tag == _ERROR:
-                    raise unpack_exception(body)
+                    raise unpack_exception(body, self.worker.messages.gate)
                 if flags & _METADATA:
                     task.on_profile(self.worker.messages.read_metadata(peer, connection, flags, segments).profile)
-                messages = decompress(self.worker.messages.decode(flags, body, segments, []))
+                messages = self._decompress(self.worker.messages.decode(flags, body, segments, []))
             except BaseException as e:
                 task.abort(e)
                 return
             if messages:
                 task.on_messages(peer, messages)
-        elif status == _TOO_LARGE:
-            task.abort(too_large(self._gradients_with(peer), why))
+        elif status in _NOT_SENT:
+            task.abort(not_sent(status, self._gradients_with(peer), why))
         elif status not in (_TIMED_OUT, _STOPPED):  # the root checks its deadline
             task.peer_lost(peer, why or "no connection")
 
@@ -234,7 +237,7 @@ class BackwardManager:
                 else None
             )
             context_id, root, number, min_live, packed = worker.messages.decode(flags, body, segments, [])
-            messages = decompress(packed)
+            messages = self._decompress(packed)
             context = self._contexts.find(context_id)
             if context is None:
                 raise self._unknown_context(context_id, request.peer)

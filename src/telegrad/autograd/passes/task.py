@@ -114,6 +114,7 @@ class PassTask:
             self.result.set,
             worker.members.name_of,
             worker.members.incarnation_of,
+            worker.messages.gate,
         )
 
     # ---- events
@@ -175,7 +176,7 @@ class PassTask:
         scope = current.get()
         if scope is None or scope.autograd is not self.context:  # calls of hooks belong to the context
             request = scope is not None and scope.request
-            current.set(Scope(manager.worker, self.deadline, True, request, self.context))
+            current.set(Scope(manager.worker, self.deadline, 1, request, self.context))
         if self.root != manager.worker_id:
             manager.active_tasks.add(self)
         try:

@@ -132,7 +132,8 @@ def _invoke_remote_torchscript(
 
 
 def run_operator(name: str, args: Sequence[object], kwargs: dict[str, object]) -> object:
-    """Run an operator of torch."""
+    """Run an operator of torch, which an allow-list has as ``"torch.ops:aten.add"``."""
+    _require_listed("torch.ops", name.replace("::", "."))
     return _operator(name)(*args, **kwargs)
 
 
@@ -151,7 +152,8 @@ def run_pickled_async(pickled: bytes, tensors: list[torch.Tensor]) -> object:
 
 
 def run_scripted(name: str, args: Sequence[object], kwargs: dict[str, object]) -> object:
-    """Run a scripted function."""
+    """Run a scripted function, which an allow-list has under its name in Python."""
+    _require_listed(*name.removeprefix("__torch__.").rpartition(".")[::2])
     return _scripted(name)(*args, **kwargs)
 
 
@@ -163,6 +165,13 @@ def run_scripted_async(name: str, args: Sequence[object], kwargs: dict[str, obje
 
 _RUN_PICKLED = (run_pickled, run_pickled_async)
 _RUN_SCRIPTED = (run_scripted, run_scripted_async)
+
+
+def _require_listed(module: str, path: str) -> None:
+    """Raise NotExposed if this worker has an allow-list without a name."""
+    exposure = api._worker().handlers.exposure
+    if exposure.admit is not None:
+        exposure.require_listed(module, path)
 
 
 def _operator(name: str) -> Callable[..., object]:

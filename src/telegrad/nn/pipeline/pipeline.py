@@ -15,7 +15,7 @@ from telegrad.nn.pipeline import requests
 from telegrad.nn.pipeline.local_step import LossFunction, Plan, run_backward
 from telegrad.nn.pipeline.micro_batches import as_values, batch_size, divide
 from telegrad.nn.pipeline.schedule import SCHEDULES, Pass, PassKind
-from telegrad.nn.pipeline.stage import PipelineStage, StageConfig, StageResult
+from telegrad.nn.pipeline.stage import PipelineStage, StageResult
 from telegrad.nn.pipeline.times import PassTime, StepTimes
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.rref import RRef
@@ -122,9 +122,10 @@ class Pipeline(nn.Module):
         futures = []
         for index, module in enumerate(self._modules_of_stages()):
             device = module.device
-            config = StageConfig(index, last + 1, schedule, loss_fn if index == last else None, device)
             rref = module.module_rref
-            futures.append(rpc.rpc_async(rref.owner_id, requests.make_stage, (rref, config)))
+            loss = None if loss_fn is None or index < last else rref.worker.calls.name_or_function(loss_fn)
+            config = (index, last + 1, schedule, device)
+            futures.append(rpc.rpc_async(rref.owner_id, requests.make_stage, (rref, config, loss)))
         rrefs = rpc.wait_all(futures)
         addresses: list[requests.Address | None] = [None, *((rref.owner_id, *rref.id) for rref in rrefs), None]
         neighbors = zip(addresses, addresses[2:], strict=False)

@@ -10,12 +10,13 @@ from typing import TypeAlias
 
 from torch import nn
 
-from telegrad.nn.pipeline.local_step import Outgoing, Plan
+from telegrad.nn.pipeline.local_step import LossFunction, Outgoing, Plan
 from telegrad.nn.pipeline.micro_batches import Values, split
 from telegrad.nn.pipeline.stage import PipelineStage, StageConfig
 from telegrad.protocols.rref import RRefId
 from telegrad.rref import RRef
 from telegrad.worker import Worker
+from telegrad.worker.calls.callables import callee_of
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.default_worker import open_worker
 
@@ -35,13 +36,27 @@ Address: TypeAlias = tuple[int, int, int]
 
 
 def _stage(created_on: int, local_id: int) -> PipelineStage:
-    stage: PipelineStage = open_worker().references.owned(RRefId(created_on, local_id)).get()
+    stage = open_worker().references.owned(RRefId(created_on, local_id)).get()
+    if not isinstance(stage, PipelineStage):  # else its methods would be called past an allow-list
+        raise TypeError(f"the reference of a stage refers to a {type(stage).__qualname__}")
     return stage
 
 
-async def make_stage(module: RRef[nn.Module], config: StageConfig) -> RRef[PipelineStage]:
-    """Create a stage once its module exists."""
-    return RRef(PipelineStage(await module, config, module.owner_name()))
+async def make_stage(
+    module: RRef[nn.Module], config: tuple[int, int, str, str], loss_fn: bytes | LossFunction | None
+) -> RRef[PipelineStage]:
+    """Create a stage once its module exists.
+
+    Args:
+        module: the module.
+        config: the first fields of a `StageConfig`.
+        loss_fn: of the last stage, for training: a function, or its name in messages.
+    """
+    loss = None if loss_fn is None else callee_of(loss_fn)
+    value, exposure = await module, module.worker.handlers.exposure
+    exposure.method_of(value, "__call__")  # the stage calls it, and resets its gradients
+    exposure.method_of_module(value, "zero_grad")
+    return RRef(PipelineStage(value, StageConfig(*config, loss), module.owner_name()))
 
 
 def connect(created_on: int, local_id: int, before: Address | None, after: Address | None) -> None:

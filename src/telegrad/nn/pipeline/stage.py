@@ -28,8 +28,8 @@ class StageConfig(NamedTuple):
     number: int
     stages: int
     schedule: str
-    loss_fn: LossFunction | None = None  # at the last stage, for training
     device: str = "cpu"
+    loss_fn: LossFunction | None = None  # at the last stage, for training
 
 
 class StageResult(NamedTuple):

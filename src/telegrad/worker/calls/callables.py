@@ -1,7 +1,7 @@
 """Functions, methods and arguments of a call, as given by the program."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -9,11 +9,14 @@ import torch
 from telegrad.errors import is_drop_in
 from telegrad.serialize.function_names import resolve
 from telegrad.serialize.pickling import NOT_FOUND_HINT
+from telegrad.worker.scope import current
 
 __all__ = [
+    "callee_of",
     "checked_arguments",
     "find_builtin",
     "find_function",
+    "found",
     "full_name_of",
     "is_scripted",
     "method_of",
@@ -95,7 +98,27 @@ def find_function(name: bytes) -> object:
 
 def read_attribute(rref: Any, name: str) -> object:
     """Return an attribute of a referenced value; runs on the owner."""
-    return attrgetter(name)(rref.local_value())
+    return functools.reduce(rref.worker.handlers.exposure.read, name.split("."), rref.local_value())
+
+
+def found(function: bytes | Callable[..., Any]) -> Any:
+    """Return the program's function in a message, given its name or itself."""
+    return find_function(function) if isinstance(function, bytes) else function
+
+
+def callee_of(function: bytes | Callable[..., Any]) -> Any:
+    """Return what `found` does, at the callee and if it exposes the function.
+
+    Args:
+        function: The function's name in messages, or the function.
+
+    Raises:
+        NotExposed: The worker does not expose the function.
+        AttributeError, ImportError: As for `find_function`.
+    """
+    scope = current.get()
+    assert scope is not None
+    return scope.worker.handlers.exposure.callee_of(function)
 
 
 def read_with(name: str) -> str:

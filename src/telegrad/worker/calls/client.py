@@ -14,6 +14,7 @@ from telegrad.errors import (
     Cancelled,
     MessageTooLarge,
     NotInitialized,
+    Overloaded,
     ReceiverOutOfMemory,
     RpcTimeout,
     TelegradError,
@@ -40,7 +41,7 @@ from telegrad.worker.closed import AnyClient, AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state
 from telegrad.worker.unread_failures import CallSummary
 
-__all__ = ["CallForm", "Calls", "Outcome", "complete", "error_of", "too_large"]
+__all__ = ["CallForm", "Calls", "Outcome", "complete", "error_of", "not_sent", "too_large"]
 
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
@@ -95,6 +96,7 @@ class Calls:
         self.names: NameTable = NameTable()
         self.set_result: Callable[[torch.futures.Future[Any], object], None] = complete
         self.delay: Delay | None = None
+        self.fenced: str = ""  # why the group has gone on without the worker
         self.interceptors: Interceptors = Interceptors(self._on_change)  # of the program
         self.own_interceptors: Interceptors = Interceptors(self._on_change)  # of Telegrad
         self._resolve_worker = resolve_worker
@@ -141,6 +143,11 @@ class Calls:
         except NotByName:
             return None
 
+    def name_or_function(self, function: object) -> object:
+        """Return a function's name for `callables.callee_of`; the function if it has none."""
+        name = self.find_name(function)
+        return function if name is None else name[1]
+
     def encode_slow(self, call: CallForm) -> Request | InterceptedRequest:
         """Encode a call that the codec cannot encode, unless interceptors get it first.
 
@@ -164,7 +171,7 @@ class Calls:
         """
         peer, receiver, function = call.peer, call.receiver, call.function
         flags = _INTERNAL if call.internal or function is type else 0
-        ticket = keep = target = None
+        ticket = keep = target = epoch = None
         pickler = None if flags & _INTERNAL else self._pickler_of(receiver)
         name, parts = call.name, _PARTS
         body: tuple[object, ...] = (call.args, call.kwargs)
@@ -187,18 +194,19 @@ class Calls:
             flags |= _RECEIVER
             parts, after = (*parts, "the receiver"), (*after, tuple(receiver.id))
         if receiver is not None and (target is not None or receiver.is_unknown()):
-            ticket = receiver.worker.references.share(receiver.id, peer, peer)
+            epoch = receiver.worker.references.epoch_of(peer)
+            ticket = receiver.worker.references.share(receiver.id, peer, peer, epoch)
             keep = None
         context = None if flags & _INTERNAL else call.context
         value: object = (*before, *body, *after)
         if pickler is not None:
             value = ByPickler(before, pickler.call(function, call.args, call.kwargs), after)
         message = self.messages.encode(
-            peer, value, target, caller_state(), ticket, pickler, parts, context, context is not None, trace
+            peer, value, target, caller_state(), ticket, pickler, parts, context, context is not None, trace, epoch
         )
         flags |= message.flags | caller_flags()
         message = message._replace(flags=flags)
-        return Request(peer, name, message, call.timeout, call.nested, keep, label, call.keep_as)
+        return Request(peer, name, message, call.timeout, call.depth, keep, label, call.keep_as)
 
     def _pickler_of(self, receiver: object) -> BodyPickler | None:
         """Return the program's pickler of a call."""
@@ -288,9 +296,12 @@ class Calls:
         call_text = f"{label if isinstance(label, str) else name_of(label)} on {self.name_of(peer)}"
         if status == _REPLIED:
             if flags & _LEFT_OUT:
+                if body[0] == LeftOut.BROKEN:
+                    why = bytes(body)[1:].decode(errors="replace")
+                    raise WorkerLost(self.name_of(peer), f"{call_text}: {why}", self._incarnation_of(peer))
                 raise error_of(body, f"the result of {call_text}" if tag == _VALUE else call_text, timeout)
             if tag == _ERROR:
-                raise unpack_exception(body)
+                raise unpack_exception(body, messages.gate)
             if tag == _CREATED:
                 return None
             raise TelegradError(f"{self.name_of(peer)} replied to {call_text} with a message of unknown tag {tag}")
@@ -299,9 +310,10 @@ class Calls:
         if status == Status.CANCELED:
             raise Cancelled(call_text)
         if status == Status.STOPPED:
-            raise NotInitialized(f"{NotInitialized.CALL} ({call_text} was pending when this worker shut down.)")
-        if status == Status.TOO_LARGE:
-            raise too_large(call_text, why)
+            why = f"{call_text} was pending when this worker shut down. {self.fenced}".rstrip()
+            raise NotInitialized(f"{NotInitialized.CALL} ({why})")
+        if status in (Status.TOO_LARGE, Status.OVERLOADED):
+            raise not_sent(status, call_text, why)
         raise WorkerLost(self.name_of(peer), why or "no connection", self._incarnation_of(peer))
 
 
@@ -318,6 +330,27 @@ def too_large(call_text: str, why: str) -> MessageTooLarge:
     return MessageTooLarge(f"{call_text}: {why}")
 
 
+def overloaded(call_text: str, why: str) -> Overloaded:
+    """Return the error of a call over a limit of what a worker keeps at once.
+
+    Args:
+        call_text: The message, for the error's text.
+        why: The core's reason (csrc/core/overload.cc), which begins with the option's name.
+    """
+    return Overloaded(why.partition(":")[0], f"{call_text}: over {why}")
+
+
+def not_sent(status: int, call_text: str, why: str) -> MessageTooLarge | Overloaded:
+    """Return the error of a request that the core has not sent because of a limit.
+
+    Args:
+        status: TOO_LARGE or OVERLOADED.
+        call_text: The message, for the error's text.
+        why: The core's reason.
+    """
+    return too_large(call_text, why) if status == Status.TOO_LARGE else overloaded(call_text, why)
+
+
 def error_of(body: Body, call_text: str, timeout: int = 0) -> TelegradError:
     """Return the error in the body of a message without content.
 
@@ -330,10 +363,14 @@ def error_of(body: Body, call_text: str, timeout: int = 0) -> TelegradError:
     why = bytes(text).decode(errors="replace")
     if kind == LeftOut.TOO_LARGE:
         return too_large(call_text, why)
+    if kind == LeftOut.OVERLOADED:
+        return overloaded(call_text, why)
     if kind == LeftOut.CANCELED:
         return Cancelled(call_text)
     if kind == LeftOut.EXPIRED:
         return RpcTimeout(timeout / 1e9, call_text, "queued")
+    if kind == LeftOut.BROKEN:
+        return TelegradError(f"{call_text}: {why}")
     return ReceiverOutOfMemory(
         f"{call_text}: {why} Nothing else is affected: send less at once, or give it more memory."
     )

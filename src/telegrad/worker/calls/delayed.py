@@ -46,7 +46,7 @@ def send_later(calls: Sender, delay: Delay, request: Request, future: CallFuture
 
     def send() -> None:
         if work.error is not None and is_cancelable:
-            calls.messages.rollback(request.peer, request.message)
+            calls.messages.rollback(request.peer, request.message, request=True)
             return
         try:
             calls.client.start_request(request._replace(timeout=0), inner)

@@ -45,7 +45,7 @@ class Request(NamedTuple):
     name: tuple[int, bytes] | None
     message: Encoded
     timeout: int  # ns; 0: none
-    nested: bool
+    depth: int  # of nested calls; 0: no handler makes the call
     keep: object  # kept alive until the reply arrives
     label: object  # for error messages: a name such as "f" or "to_here", or a function
     keep_as: int | None

@@ -294,8 +294,8 @@ def bind_scope(callback: Callable[[A], S]) -> Callable[[A], S]:
         here = current.get()
         if here is scope:
             return callback(done)
-        nested = scope.nested or (here is not None and here.nested)
-        token = current.set(scope._replace(nested=nested, request=False))
+        depth = scope.depth if here is None else max(scope.depth, here.depth)
+        token = current.set(scope._replace(depth=depth, request=False))
         guard = None if scope.autograd is None else scope.worker.autograd.context_guard(scope.autograd)
         try:
             if guard is None:

@@ -52,7 +52,7 @@ class CallForm(NamedTuple):
     args: Any  # a tuple or list; the drop-in accepts more
     kwargs: Any
     timeout: int  # ns; 0: none
-    nested: bool
+    depth: int  # of nested calls; 0: no handler makes the call
     context: AutogradContext | None  # the caller's autograd context
     mode: str  # mode in a profile: sync, async or remote; empty for calls that profiles omit
     name: tuple[int, bytes] | None  # of the function; None: it travels by value

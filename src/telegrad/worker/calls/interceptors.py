@@ -114,8 +114,15 @@ class Carrier(Protocol):
     kind: str
     """Kind of the calls."""
 
-    def show(self, args: Sequence[Any], /) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
-        """Return the program's function and its arguments."""
+    def show(
+        self, args: Sequence[Any], find: Callable[[Any], Any] = ..., /
+    ) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+        """Return the program's function and its arguments.
+
+        Args:
+            args: Arguments of the carrier.
+            find: Returns the function of a name; at the callee `callables.callee_of`.
+        """
 
     def change(
         self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /

@@ -17,15 +17,17 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from telegrad.errors import DeviceNotMapped, RRefNotPicklable, SerializationError
+from telegrad.errors import DeviceNotMapped, PickleRefused, RRefNotPicklable, SerializationError
 from telegrad.protocols.rref import RRefId, Ticket, TicketKind
 from telegrad.serialize.pickling import Serializer, Wrap
 from telegrad.serialize.program_pickler import BodyPickler, ByPickler, dump_by_pickler, load_by_pickler
 from telegrad.serialize.tensor_layout import Body, Buffer
+from telegrad.serialize.unpickling import PickleGate
 from telegrad.types import WorkerInfo
 from telegrad.wire import BodyKind, Flag
 from telegrad.worker.autograd_hooks import AutogradContext, AutogradHooks
 from telegrad.worker.calls.encoded import (
+    ANY_EPOCH,
     NO_FORK,
     NO_METADATA,
     CallMetadata,
@@ -56,6 +58,7 @@ class _SerializationState(threading.local):
 
     def __init__(self) -> None:
         self.peer: int | None = None  # receiver of the message being encoded
+        self.epoch: int = ANY_EPOCH  # of the message
         self.tickets: list[Any] | None = None  # or the references, for several receivers
         self.handles: Sequence[object] = ()
 
@@ -73,26 +76,31 @@ class Messages:
 
     Args:
         handle_type: Class of references.
-        share: Returns the ticket that carries a reference to a peer, or raises.
+        share: Returns the ticket that carries a reference to a peer in an epoch, or raises.
         unshare: Takes back a ticket that was not sent.
         epoch_of: Returns the epoch of tickets for a peer.
         receive: Creates references from a peer's tickets, the numbers of their forks, and the connection.
         new_id: Returns the number of a fork.
         recorder: Autograd contexts of the worker.
         name_of: Returns a worker's name by its id, for errors.
+        gate: Permission to load pickles. Without it nothing is pickled either.
+        max_objects: Maximum number of objects of a received value.
     """
 
     def __init__(
         self,
         handle_type: type,
-        share: Callable[[object, int], Ticket],
+        share: Callable[[object, int, int], Ticket],
         unshare: Callable[[Ticket, int], None],
         epoch_of: Callable[[int], int],
         receive: Callable[[list[Ticket], list[int], int, int], Sequence[Handle]],
         new_id: Callable[[], int],
         recorder: AutogradHooks[Any],
         name_of: Callable[[int], str],
+        gate: PickleGate,
+        max_objects: int,
     ) -> None:
+        self.gate: PickleGate = gate
         self._name_of = name_of
         self._share = share
         self._unshare = unshare
@@ -101,7 +109,7 @@ class Messages:
         self._new_id = new_id
         self.recorder = recorder
         self.pickler: BodyPickler | None = None  # of the program
-        self.serializer: Serializer = Serializer()
+        self.serializer: Serializer = Serializer(max_objects=max_objects, gate=gate)
         self._codec = self.serializer.codec
         self.serializer.register(handle_type, 1, self.pack_handle, self.unpack_handle)
         self.serializer.register(WorkerInfo, 2, lambda info: (info.name, info.id), lambda plain: WorkerInfo(*plain))
@@ -120,7 +128,7 @@ class Messages:
             raise RRefNotPicklable
         if _serialization.tickets is None:
             _serialization.tickets = []
-        _serialization.tickets.append(handle if peer == _ALL_PEERS else self._share(handle, peer))
+        _serialization.tickets.append(handle if peer == _ALL_PEERS else self._share(handle, peer, _serialization.epoch))
         return len(_serialization.tickets) - 1
 
     def unpack_handle(self, index: int) -> Any:
@@ -139,6 +147,7 @@ class Messages:
         context: AutogradContext | None = None,
         request: bool = False,
         trace: TraceContext | None = None,
+        epoch: int | None = None,
     ) -> Encoded:
         """Encode a message's body and metadata.
 
@@ -154,14 +163,16 @@ class Messages:
             request: The message is a request: its metadata names the context, and its tensors are recorded only in grad
                 mode. Tensors of a reply are always recorded.
             trace: What the callee records for a profile.
+            epoch: Epoch of `ticket`; None for the present one.
 
         Raises:
             Exception: Whatever pickling the value raises; then all tickets are taken back.
         """
         state = _serialization
-        outer = state.peer, state.tickets
-        state.peer, state.tickets = peer, None if ticket is None else [ticket]
-        epoch = self._epoch_of(peer)  # before the tickets: if the session ends meanwhile, the message is not sent
+        outer = state.peer, state.tickets, state.epoch
+        if epoch is None:  # before the tickets: if the session ends meanwhile, the message is not sent
+            epoch = self._epoch_of(peer)
+        state.peer, state.tickets, state.epoch = peer, None if ticket is None else [ticket], epoch
         try:
             recorded: list[Tensor] | None = None
             if context is not None and not (request and not is_grad_enabled()):
@@ -171,14 +182,15 @@ class Messages:
             self._check_ticket_count(tickets)
             made_in = None
             if context is not None and (request or recorded):
-                number = self.recorder.on_send(context, peer, recorded or (), request)
+                number = self.recorder.on_send(context, peer, recorded or (), request, epoch)
                 made_in = None if number is None else (context, number)
             if tickets is None and target is None and autocast is None and made_in is None and trace is None:
                 return Encoded(flags, body, segments, ())
             metadata = self._metadata(tickets or (), target, autocast, made_in, trace, ticket, request)
             segments = [*(segments or ()), metadata]
             if not tickets and made_in is None:
-                return Encoded(flags | _METADATA, body, segments, ())
+                # The owner counts a creation, whose reference ends with the session.
+                return Encoded(flags | _METADATA, body, segments, (), epoch=ANY_EPOCH if target is None else epoch)
             return Encoded(flags | _METADATA | _MUST_DELIVER, body, segments, tuple(tickets or ()), made_in, epoch)
         except BaseException as e:
             self._return_tickets(peer, keep=None)
@@ -187,7 +199,7 @@ class Messages:
                 raise type(e)(f"{e} Request device mapping is not available for destination {to}.") from e
             raise
         finally:
-            state.peer, state.tickets = outer
+            state.peer, state.tickets, state.epoch = outer
 
     def encode_shared(self, value: object, parts: tuple[str, ...], context: AutogradContext | None) -> SharedBody:
         """Encode the body of a request to several peers.
@@ -225,10 +237,10 @@ class Messages:
         epoch = self._epoch_of(peer)
         try:
             for handle in shared.handles:
-                tickets.append(self._share(handle, peer))
+                tickets.append(self._share(handle, peer, epoch))
             made_in = None
             if context is not None:
-                number = self.recorder.on_send(context, peer, shared.recorded, True)
+                number = self.recorder.on_send(context, peer, shared.recorded, True, epoch)
                 made_in = None if number is None else (context, number)
         except BaseException:
             for ticket in tickets:
@@ -262,6 +274,7 @@ class Messages:
         """
         if custom is not None:
             assert isinstance(value, ByPickler)
+            self._require_pickles(custom.name)
             made = dump_by_pickler(custom, value)
             return int(BodyKind.CUSTOM), *self.serializer.dumps(made, recorded=recorded)
         if recorded is None:
@@ -275,7 +288,31 @@ class Messages:
                 recorded += tensors
                 return _CODEC, body, segments
         self._return_tickets(peer, keep=ticket)
+        if not self.gate.is_open:
+            return self._plain_body(value, parts, recorded)
         return int(BodyKind.PICKLE), *self.serializer.dumps(value, parts, recorded)
+
+    def _plain_body(
+        self, value: object, parts: str | tuple[str, ...], recorded: list[Any] | None
+    ) -> tuple[int, bytes, Segments | None]:
+        """Return what `_body` does, for a value that the codec encodes as a copy only."""
+        plain = self.serializer.plain.convert(value, parts, recorded is not None)
+        if recorded is None:
+            coded = self._codec.encode(plain)
+        else:
+            known = self._codec.encode_recorded(plain)
+            coded = None if known is None else known[:2]
+            recorded += () if known is None else known[2]
+        if coded is None:
+            what = parts if isinstance(parts, str) else ", ".join(parts)
+            raise PickleRefused(f"cannot send {what} without a pickle (option allow_pickle=False)")
+        return _CODEC, *coded
+
+    def _require_pickles(self, pickler: str) -> None:
+        if not self.gate.is_open:
+            raise PickleRefused(
+                f"cannot use the pickler {pickler}: this worker sends no pickles (option allow_pickle=False)"
+            )
 
     def _check_ticket_count(self, tickets: list[object] | None) -> None:
         if tickets is not None and len(tickets) > _MAX_TICKETS:
@@ -289,12 +326,12 @@ class Messages:
                 self._unshare(ticket, peer)
         _serialization.tickets = None if keep is None else [keep]
 
-    def rollback(self, peer: int, message: Encoded | PeerMetadata) -> None:
-        """Undo the effects of encoding a message that was not sent."""
+    def rollback(self, peer: int, message: Encoded | PeerMetadata, request: bool) -> None:
+        """Undo the effects of encoding a request or a reply that was not sent."""
         for ticket in message.tickets:
             self._unshare(ticket, peer)
         if message.recorded is not None:
-            self.recorder.rollback(*message.recorded, peer)
+            self.recorder.rollback(*message.recorded, peer, message.epoch if request else None)
 
     def _metadata(
         self,

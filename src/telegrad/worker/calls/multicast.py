@@ -83,7 +83,7 @@ def call_many(
                     with_metadata.append((peer, future, own))
     except BaseException:  # raised by a signal handler: no request is sent
         for peer, _, own in with_metadata:
-            calls.messages.rollback(peer, own)
+            calls.messages.rollback(peer, own, request=True)
         raise
     for requests in (with_metadata, without_metadata):  # both are in use only if an autograd context has ended
         if not requests:
@@ -94,7 +94,7 @@ def call_many(
         epochs = [ANY_EPOCH if own is None else own.epoch for _, _, own in requests]
         ids = calls.engine.start_many(
             to, _CALL, flags | said, number, text, written.body, written.segments,
-            metadata or None, epochs, timeout, scope is not None and scope.nested,
+            metadata or None, epochs, timeout, 0 if scope is None else scope.depth,
             _get_running_loop() is not None, theirs,
         )  # fmt: skip
         for future, call in zip(theirs, ids, strict=True):

@@ -96,7 +96,7 @@ class RetryingCall:
         self.work: PendingWork = PendingWork(self.future, self.text)
         self._context = copy_context()
         scope = current.get()
-        scope = Scope(worker, 0, True) if scope is None else scope._replace(nested=True, request=False)
+        scope = Scope(worker, 0, 1) if scope is None else scope._replace(depth=max(scope.depth, 1), request=False)
         self._context.run(current.set, scope)
 
     def start(self, pause: float) -> CallFuture[Any]:

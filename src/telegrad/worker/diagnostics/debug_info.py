@@ -9,6 +9,7 @@ __all__ = [
     "ConnectionInfo",
     "CountsInfo",
     "DebugInfo",
+    "LimitInfo",
     "MemberInfo",
     "MembershipInfo",
     "PeerInfo",
@@ -212,6 +213,22 @@ class BytesInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitInfo:
+    """Limit of what the worker keeps at the same time.
+
+    Attributes:
+        used: what is used now, by the peer that uses most if the limit is per peer; of ``max_objects``, the most
+            objects that a received message has had.
+        limit: the limit; 0 for none.
+        refused: how often a message, or more memory, was refused because of it.
+    """
+
+    used: int
+    limit: int
+    refused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DebugInfo:
     """Snapshot of a worker; ``str()`` is a text for the terminal.
 
@@ -231,6 +248,7 @@ class DebugInfo:
         contexts: number of autograd contexts.
         passes: number of backward passes in progress.
         bytes: memory of received messages.
+        limits: what it keeps and may keep, by the name of the option that sets the limit.
         threads: names of the threads of its pool.
         options: the options in force, without secrets.
 
@@ -256,6 +274,7 @@ class DebugInfo:
     contexts: int
     passes: int
     bytes: BytesInfo
+    limits: dict[str, LimitInfo]
     threads: tuple[str, ...]
     options: dict[str, object]
 
@@ -277,6 +296,7 @@ class DebugInfo:
         yield f"  references: {references if self.references is None else _facts(self.references)}"
         yield f"  autograd: {self.contexts} contexts, {self.passes} passes"
         yield f"  bytes: {_facts(self.bytes)}"
+        yield from _part("limits", (_limit(name, each) for name, each in self.limits.items()))
         yield f"  threads: {', '.join(self.threads) or 'none'}"
         yield f"  options: {', '.join(f'{name}={value!r}' for name, value in self.options.items())}"
 
@@ -293,6 +313,11 @@ def _part(title: str, lines: Iterable[str]) -> Iterator[str]:
 def _facts(part: object) -> str:
     names: Iterable[str] = part.__dataclass_fields__  # type: ignore[attr-defined]
     return ", ".join(f"{name.replace('_', ' ')} {getattr(part, name)}" for name in names)
+
+
+def _limit(name: str, each: LimitInfo) -> str:
+    refused = f", refused {each.refused} times" if each.refused else ""
+    return f"{name}: {each.used} of {each.limit or 'any number'}{refused}"
 
 
 def _call(call: CallInfo) -> str:

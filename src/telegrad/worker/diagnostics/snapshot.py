@@ -20,6 +20,7 @@ from telegrad.worker.diagnostics.debug_info import (
     ConnectionInfo,
     CountsInfo,
     DebugInfo,
+    LimitInfo,
     MemberInfo,
     MembershipInfo,
     PeerInfo,
@@ -45,6 +46,7 @@ def snapshot(worker: Any) -> DebugInfo:
     requests = [] if core is None else _requests(worker, core)
     states = [request.state for request in requests]
     autograd = worker.autograd.stats()
+    references = _references(worker)
     return DebugInfo(
         worker=worker.info.name,
         id=worker.info.id,
@@ -68,7 +70,7 @@ def snapshot(worker: Any) -> DebugInfo:
         peers=tuple(_peers(worker, core)),
         connections=() if core is None else tuple(_connections(worker, core)),
         membership=_membership(worker),
-        references=_references(worker),
+        references=references,
         contexts=autograd["num_autograd_contexts"],
         passes=autograd["num_current_backward_passes"],
         bytes=BytesInfo(
@@ -77,6 +79,7 @@ def snapshot(worker: Any) -> DebugInfo:
             blocks_in_use=stats["live_blocks"],
             blocks_cached=stats["cached_blocks"],
         ),
+        limits=_limits(worker, core, references),
         threads=tuple(sorted(thread.name for thread in worker.pool.contexts.copy())),
         options={
             field.name: getattr(worker.options, field.name)
@@ -209,6 +212,19 @@ def _membership(worker: Any) -> MembershipInfo | None:
         lease=service.timing.lifetime,
         renewed=time.monotonic() - service.renewed,
     )
+
+
+def _limits(worker: Any, core: _core.Snapshot | None, references: ReferencesInfo | None) -> dict[str, LimitInfo]:
+    found = (
+        {} if core is None else {each.option: LimitInfo(each.used, each.limit, each.refused) for each in core.limits}
+    )
+    codec, options = worker.messages.serializer.codec, worker.options
+    found["max_objects"] = LimitInfo(codec.most_objects, codec.max_objects, codec.refused)
+    held = 0 if references is None else references.owned + references.used
+    found["warn_references"] = LimitInfo(held, options.warn_references)
+    contexts = worker.autograd.stats()["num_autograd_contexts"]
+    found["warn_contexts"] = LimitInfo(contexts, options.warn_contexts)
+    return found
 
 
 def _references(worker: Any) -> ReferencesInfo | None:

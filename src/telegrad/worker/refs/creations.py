@@ -2,16 +2,35 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
+from telegrad.errors import MessageTooLarge, Overloaded, TelegradError
 from telegrad.protocols.rref import Effect, RRefId, RRefTable
 from telegrad.serialize.tracebacks import text_of
+from telegrad.worker.diagnostics.size_warning import SizeWarning
 from telegrad.worker.refs.owned_value import OwnedValue
 
-__all__ = ["CreationTarget", "Creations"]
+__all__ = ["CreationTarget", "Creations", "Refusal"]
 
 _NOTHING: Sequence[Callable[[], None]] = ()
 _MAX_REASON = 8 << 10  # characters of an error in a protocol message, which must stay small
+
+
+class Refusal(str):
+    """Why a creation failed that was not made because of a limit.
+
+    Args:
+        why: The reason.
+        error: The error of its users.
+    """
+
+    __slots__ = ("error",)
+    error: TelegradError
+
+    def __new__(cls, why: str, error: TelegradError) -> Self:
+        refusal = super().__new__(cls, why)
+        refusal.error = error
+        return refusal
 
 
 class CreationTarget(Protocol):
@@ -28,6 +47,7 @@ class Creations:
     table: RRefTable
     values: dict[RRefId, OwnedValue]
     pending_creations: int
+    warning: SizeWarning
     lock: threading.RLock
     dropped: Sequence[tuple[RRefId, int]]
     new_id: Callable[[], int]
@@ -45,6 +65,7 @@ class Creations:
             owned.set_result(value, None)
             deferred = self._apply(self.table.own(rref))
         self._run_deferred(deferred)
+        self.warning.check(self.table.size())
         return rref
 
     def begin_create(self, owner: int, local_id: int, creation: CreationTarget) -> RRefId:
@@ -60,6 +81,7 @@ class Creations:
                 effects = [*effects, *self._drop_handles()]
             deferred = self._apply(effects)
         self._run_deferred(deferred)
+        self.warning.check(self.table.size())
         return rref
 
     def created(self, rref: RRefId) -> None:
@@ -92,6 +114,8 @@ class Creations:
     def create_failed(self, rref: RRefId, error: BaseException, may_exist: bool) -> None:
         """Handle the failure of a creating call: its local users get no value."""
         why = f"{type(error).__name__}: {text_of(error)}"[:_MAX_REASON]
+        if not may_exist and isinstance(error, Overloaded | MessageTooLarge):
+            why = Refusal(why, error)
         with self.lock:
             owned = self.values.get(rref)
             if owned is not None:  # this worker is the owner
@@ -115,6 +139,7 @@ class Creations:
             )
         if deferred:
             self._run_deferred(deferred)
+        self.warning.check(self.table.size())
         return owned
 
     def settle(self, rref: RRefId, value: object, error: BaseException | None) -> None:

@@ -11,7 +11,14 @@ _MESSAGES: tuple[type, ...] = (Add, Added, Accept, Release, Expect, Abandon)  # 
 
 def as_plain(message: Message) -> tuple[object, ...]:
     """Return the plain value of a message."""
-    return (_MESSAGES.index(type(message)), *message)
+    number = _MESSAGES.index(type(message))
+    if isinstance(message, Accept):
+        return number, tuple(message[0])
+    if isinstance(message, Release):
+        return number, tuple((tuple(rref), count) for rref, count in message[0])
+    if isinstance(message, Abandon):
+        return number, tuple(message.rref), str(message.why), message.lost  # `why` may be a `Refusal`
+    return (number, tuple(message[0]), *message[1:])
 
 
 def from_plain(plain: Any) -> Message:

@@ -10,10 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
-from telegrad.errors import OwnerLost, RRefDeleted, RRefError, RRefTimeout
+from telegrad.errors import OwnerLost, RRefDeleted, RRefTimeout, TelegradError
 from telegrad.protocols.rref import (
     Confirmed,
     Delete,
@@ -32,7 +33,8 @@ from telegrad.protocols.rref import (
 )
 from telegrad.waits import SIGNAL_CHECK_INTERVAL
 from telegrad.worker.calls.encoded import NO_FORK
-from telegrad.worker.refs.creations import Creations
+from telegrad.worker.diagnostics.size_warning import SizeWarning
+from telegrad.worker.refs.creations import Creations, Refusal
 from telegrad.worker.refs.messages import as_plain, from_plain
 from telegrad.worker.refs.owned_value import ConfirmationWaiters, OwnedValue
 
@@ -55,6 +57,7 @@ class References(Creations):
         make_handle: Creates the Python object of a received reference from (id, owner, (sender, fork)).
         is_open: Returns whether the session of a connection has not ended.
         set_epoch: Sets the epoch of a peer's messages that may still be sent.
+        warning: Warning about many references.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class References(Creations):
         make_handle: Callable[[RRefId, int, tuple[int, int]], object],
         is_open: Callable[[int], bool],
         set_epoch: Callable[[int, int], None],
+        warning: SizeWarning,
     ) -> None:
         self.worker_id = worker_id
         self.table: RRefTable = RRefTable(worker_id)
@@ -90,6 +94,7 @@ class References(Creations):
         self._make_handle = make_handle
         self._is_open = is_open
         self._set_epoch = set_epoch
+        self.warning = warning
 
     def detach_after_fork(self) -> None:
         """Reset in a forked child, where a missing thread may hold the lock."""
@@ -169,19 +174,25 @@ class References(Creations):
 
     # ---- travel
 
-    def share(self, rref: RRefId, owner: int, peer: int) -> Ticket:
+    def share(self, rref: RRefId, owner: int, peer: int, epoch: int) -> Ticket:
         """Return the ticket that carries a reference to a peer.
 
+        Args:
+            rref: The reference.
+            owner: Its owner.
+            peer: The receiver.
+            epoch: Epoch of the message. If it has ended, the core does not send the message, and nothing is counted.
+
         Raises:
-            RRefDeleted, RRefTimeout, OwnerLost: The reference is not usable any more.
+            RRefDeleted, RRefTimeout, OwnerLost, Overloaded, MessageTooLarge: The reference is not usable any more.
         """
         with self.lock:
             if self.closed:
                 raise RRefDeleted("Cannot call fork an UserRRef after deletion.")
             if rref in self._failed_here:
-                raise RRefTimeout(f"{rref}: {self._failed_here[rref]}")
+                raise self.failure(rref, owner, self._failed_here[rref], False)
             try:
-                return self.table.share(rref, peer)
+                return self.table.share(rref, peer, epoch)
             except UnusableRRefError as e:
                 raise self.failure(rref, owner, e.why, e.lost) from None
 
@@ -201,7 +212,7 @@ class References(Creations):
             finally:
                 del error  # breaks the cycle of error and frame, which keeps the reference
 
-    def unusable_reason(self, rref: RRefId, owner: int) -> RRefError | OwnerLost | None:
+    def unusable_reason(self, rref: RRefId, owner: int) -> TelegradError | None:
         """Return the error of a reference that is not usable, or None."""
         if self.closed:
             return RRefDeleted(
@@ -209,17 +220,19 @@ class References(Creations):
             )
         with self.lock:
             if rref in self._failed_here:
-                return RRefTimeout(f"{rref}: {self._failed_here[rref]}")
+                return self.failure(rref, owner, self._failed_here[rref], False)
             failure = self.table.failure_of(rref) if owner != self.worker_id else None
         return None if failure is None else self.failure(rref, owner, *failure)
 
-    def failure(self, rref: RRefId, owner: int, why: str, lost: bool) -> RRefError | OwnerLost:
+    def failure(self, rref: RRefId, owner: int, why: str, lost: bool) -> TelegradError:
         """Return the error of a reference that the protocol calls unusable."""
         if lost:
             return OwnerLost(self._name_of(owner), why, str(rref), self._incarnation_of(owner))
+        if isinstance(why, Refusal):
+            return copy(why.error)  # each user gets an error with a traceback of its own
         return RRefTimeout(f"{rref}: {why}")
 
-    def never_arrived(self, rref: RRefId, why: str, lost: bool) -> RRefError | OwnerLost:
+    def never_arrived(self, rref: RRefId, why: str, lost: bool) -> TelegradError:
         """Return the owner's error for a value that was never created.
 
         Either its creator is lost, or the creation was lost with a session: then the creator sees this worker as lost.
@@ -258,6 +271,7 @@ class References(Creations):
             for ticket, fork in zip(tickets, forks, strict=True)
         ]
         self._run_deferred(deferred)
+        self.warning.check(self.table.size())
         return handles
 
     def hold(self, rref: RRefId, sender: int) -> list[Any]:
@@ -317,8 +331,11 @@ class References(Creations):
         self._run_deferred(deferred)
 
     def peer_joined(self, peer: int) -> None:
+        """Handle the return of a lost worker, or of a new process with its id."""
         with self.lock:
-            deferred = self._apply(self.table.peer_joined(peer))
+            effects = self.table.peer_joined(peer)
+            self._set_epoch(peer, self.table.epoch_of(peer))
+            deferred = self._apply(effects)
         self._run_deferred(deferred)
 
     # ---- the end

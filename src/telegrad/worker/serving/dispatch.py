@@ -17,7 +17,7 @@ __all__ = ["Dispatcher"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-PEER_LOST, PEER_LEFT, LOG, CALLBACK, PEER_BACK, CONNECTED = map(int, EventKind)
+PEER_LOST, PEER_LEFT, LOG, CALLBACK, PEER_BACK, CONNECTED, REPLACED = map(int, EventKind)
 
 
 class Dispatcher:
@@ -37,7 +37,7 @@ class Dispatcher:
             stage, plain = worker.messages.decode(flags, body, segments, [])
             worker.shutdown.on_message(peer, stage, plain)
         elif tag == Tag.CONTEXT_ENDED:
-            worker.autograd.on_ended(peer, worker.messages.decode(flags, body, segments, []))
+            worker.autograd.on_ended(peer, connection, worker.messages.decode(flags, body, segments, []))
         elif tag == Tag.MEMBERSHIP:
             epoch, phase = worker.messages.decode(flags, body, segments, [])
             if worker.membership is not None:
@@ -72,5 +72,7 @@ class Dispatcher:
                 worker.engine.acknowledge(peer)
         elif event == CONNECTED:
             worker.on_connected(peer, incarnation, text)
+        elif event == REPLACED:
+            worker.fence(f"another process has taken its name, as worker {worker.members.name_of(peer)} reports")
         else:
             logger.warning("%s: %s", worker.info.name, text)

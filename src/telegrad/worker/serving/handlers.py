@@ -6,136 +6,47 @@ or encode, if the caller's torch state has to be entered, or if a result or an e
 
 import logging
 import sys
-import time
-from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
+from collections.abc import Callable
 from types import CoroutineType
 from typing import Any
 
 import torch
 
 from telegrad._core import Request
-from telegrad.errors import Cancelled, MessageTooLarge, SerializationError, is_drop_in
+from telegrad.errors import Cancelled, MessageTooLarge, Overloaded, SerializationError, is_drop_in
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.exceptions import describe_exception, pack_exception
-from telegrad.serialize.program_pickler import ByPickler, PickledCall
+from telegrad.serialize.program_pickler import ByPickler
 from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.tracebacks import clear_frames, frames_cleared, show_exception, traceback_of
 from telegrad.types import WorkerInfo
 from telegrad.wire import ALWAYS_TAKEN, Flag, LeftOut, Tag
 from telegrad.worker import process_hooks
-from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
-from telegrad.worker.calls.encoded import CallMetadata, Encoded
+from telegrad.worker.calls.encoded import Encoded
 from telegrad.worker.calls.future import CallFuture
-from telegrad.worker.calls.interceptors import Interceptors, is_internal
+from telegrad.worker.calls.interceptors import Interceptors
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References
-from telegrad.worker.scope import clean_state, current, enter_chain, handler_state
+from telegrad.worker.scope import clean_state, current
 from telegrad.worker.serving.event_loop import Deferred, EventLoop
-from telegrad.worker.serving.intercepted import Ended, InterceptedHandler, not_a_future
+from telegrad.worker.serving.exposure import AllowAll, AllowList
+from telegrad.worker.serving.intercepted import InterceptedHandler, not_a_future
 from telegrad.worker.serving.request_info import RequestInfo
+from telegrad.worker.serving.slow_request import SlowRequest
 
-__all__ = ["Handlers", "SlowRequest"]
+__all__ = ["Handlers"]
 
 remote_logger: logging.Logger = logging.getLogger("telegrad.remote")
 
 _CALL, _GRADIENTS = int(Tag.CALL), int(Tag.GRADIENTS)
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
-_STATE, _LEFT_OUT, _KEEP_AS = int(Flag.NO_GRAD | Flag.INFERENCE), int(Flag.LEFT_OUT), int(Flag.KEEP_AS)
-_INTERNAL = int(Flag.INTERNAL)
+_STATE = int(Flag.NO_GRAD | Flag.INFERENCE)
+_LEFT_OUT, _KEEP_AS = int(Flag.LEFT_OUT), int(Flag.KEEP_AS)
 _MUST_DELIVER, _FAILED = int(Flag.MUST_DELIVER), int(Flag.FAILED)
-
-
-class SlowRequest:
-    """Python's part of a request that the codec alone cannot decode."""
-
-    def __init__(
-        self,
-        handlers: "Handlers",
-        info: RequestInfo,
-        flags: int,
-        body: Body,
-        segments: list[Buffer],
-        metadata: CallMetadata,
-    ) -> None:
-        self.info: RequestInfo = info
-        self.context: AutogradContext | None = metadata.context
-        self.target: RRefId | None = info.target
-        self.has_references: bool = bool(metadata.handles)
-        self.recording: tracing.Recording | None = info.recording
-        self.flags = flags
-        self.has_state: bool = bool(flags & _STATE)
-        self.metadata = metadata
-        self._handlers = handlers
-        self._body = body
-        self._segments = segments
-        self._chain = metadata.chain
-        self._guard = ExitStack()
-        self._state = ExitStack()
-
-    @property
-    def has_slow_reply(self) -> bool:
-        """Return whether Python encodes the reply, with a report or by a pickler."""
-        return self.recording is not None or self.info.by_pickler
-
-    @property
-    def is_intercepted(self) -> bool:
-        """Return whether the handler runs within interceptors."""
-        return bool(self._handlers.interceptors.chain) and not self.flags & _INTERNAL
-
-    def intercept(self, function: Callable[..., object]) -> Callable[..., object]:
-        """Return the handler within the worker's interceptors."""
-        if is_internal(function):
-            return function
-        handlers, info = self._handlers, self.info
-        left = max(info.deadline - time.monotonic_ns(), 1) / 1e9 if info.deadline else 0.0
-        kind, peer = "call" if info.target is None else "remote", handlers.worker.members.name_of(info.peer)
-
-        def run_coroutine(coroutine: Coroutine[Any, Any, object], ended: Ended) -> Callable[[], None]:
-            scope, autocast = current.get(), self.metadata.autocast
-            return handlers.loop.run(coroutine, scope, self.flags, autocast, self.recording, ended)
-
-        return InterceptedHandler(handlers.interceptors.chain, function, kind, peer, left, run_coroutine)
-
-    def creates(self, target: RRefId) -> None:
-        """Set the reference that the request creates, which only its body names."""
-        self.target = target
-        self.info = self.info._replace(target=target)
-
-    def enter(self) -> None:
-        """Enter the autograd context's guard and the caller's torch state."""
-        if self.context is not None:
-            autograd = self._handlers.worker.autograd
-            self._chain = autograd.chain_of_request(self.context, self._chain)
-            if self._chain:
-                enter_chain(self._chain)
-            guard = autograd.handler_guard(self.context, self._chain)
-            if guard is not None:
-                self._guard.enter_context(guard)
-        if self.flags & _STATE or self.metadata.autocast:
-            self._state.enter_context(handler_state(self.flags, self.metadata.autocast))
-
-    def decode(self) -> Any:
-        """Return the body: ([function,] args, kwargs[, local id to keep][, receiver])."""
-        flags, metadata = self.flags, self.metadata
-        body = self._handlers.messages.decode(flags, self._body, self._segments, metadata.handles, metadata.wrap)
-        self._segments.clear()  # the arguments are the only holders: one of them can be returned without a copy
-        if isinstance(body, PickledCall):
-            self.info = self.info._replace(by_pickler=True)
-        return body
-
-    def leave_state(self) -> None:
-        """Leave the caller's torch state."""
-        self._state.close()
-
-    def leave(self) -> None:
-        """Leave the caller's torch state and the autograd context's guard."""
-        self._state.close()
-        self._guard.close()
 
 
 class Handlers:
@@ -150,6 +61,7 @@ class Handlers:
         loop: Event loop for coroutines.
         submit: Runs a function on a thread of the pool.
         error_level: Level of the log lines about errors of user code.
+        exposure: What other workers may call.
     """
 
     def __init__(
@@ -162,8 +74,10 @@ class Handlers:
         loop: EventLoop,
         submit: Callable[..., None],
         error_level: int,
+        exposure: AllowAll | AllowList,
     ) -> None:
         self.worker = worker
+        self.exposure: AllowAll | AllowList = exposure
         self.engine = engine
         self.messages = messages
         self.values: dict[RRefId, OwnedValue] = references.values
@@ -261,7 +175,14 @@ class Handlers:
 
         Returns:
             False if all inputs are ready.
+
+        Raises:
+            Overloaded: Too many requests are parked.
         """
+        most = self.worker.options.max_waiting_messages
+        if self.engine.parked() > most:
+            why = f"{most} requests already wait for references at worker {self._me.name}"
+            raise Overloaded("max_waiting_messages", f"over max_waiting_messages: {why}. Await some results first.")
         references = self._references
         if receiver is None:
             assert slow is not None
@@ -420,7 +341,7 @@ class Handlers:
 
     def fail(self, info: RequestInfo, error: BaseException) -> None:
         """Reply with an exception."""
-        packed = pack_exception(error, self._me)
+        packed = pack_exception(error, self._me, self.messages.gate)
         if len(packed) > ALWAYS_TAKEN and len(packed) > (limit := self.engine.largest_body(info.connection)):
             packed = pack_exception(
                 MessageTooLarge(
@@ -428,6 +349,7 @@ class Handlers:
                     f" has {len(packed)} bytes, and the caller's option max_header_bytes allows {limit}."
                 ),
                 self._me,
+                self.messages.gate,
             )
         self.reply(info, _ERROR, Encoded(0, packed, None, ()), 0)
         BaseException.with_traceback(error, None)  # an exception that is kept must not keep the request's arguments
@@ -440,4 +362,4 @@ class Handlers:
                 message = self.messages.with_trace(message, report)
         sent = self.engine.reply(info.connection, info.call, tag, message.flags | flags, message.body, message.segments)
         if not sent:
-            self.messages.rollback(info.peer, message)
+            self.messages.rollback(info.peer, message, request=False)

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from torch.futures import Future
 
 from telegrad.worker import process_hooks
-from telegrad.worker.calls.callables import run
+from telegrad.worker.calls.callables import callee_of, run
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import (
     InterceptedCall,
@@ -87,7 +87,7 @@ class InterceptedHandler:
         if carrier is None:
             self._given = InterceptedCall(self._kind, self._peer, self._function, args, kwargs, self._timeout)
         else:
-            shown = carrier.show(args)
+            shown = carrier.show(args, callee_of)
             self._given = InterceptedCall(carrier.kind, self._peer, *shown, self._timeout)
             self._args = args
         result = run_chain(self._chain, self._given, self._run)

@@ -23,7 +23,7 @@ from torch.futures import Future
 from telegrad.errors import Cancelled, TelegradError
 from telegrad.worker import process_hooks
 from telegrad.worker.calls import tracing
-from telegrad.worker.calls.callables import find_function, full_name_of
+from telegrad.worker.calls.callables import callee_of, found, full_name_of
 from telegrad.worker.calls.callables import run as run_function
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import carriers
@@ -260,7 +260,7 @@ def run_once(
     assert scope is not None
     worker, request = scope.worker, (scope.connection, scope.call)
     runs: RememberedRuns = worker.remembered_runs
-    callee: Any = find_function(function) if isinstance(function, bytes) else function
+    callee: Any = callee_of(function)
     deadline = scope.deadline / 1e9 if scope.deadline else math.inf
     run, result_of_run = runs.enter(key, full_name_of(callee), request, window, deadline)
     if result_of_run is not None:
@@ -367,9 +367,11 @@ class _RunCarrier:
 
     kind = "retry"
 
-    def show(self, args: Sequence[Any], /) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+    def show(
+        self, args: Sequence[Any], find: Callable[..., Any] = found, /
+    ) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
         _, _, function, values, named = args
-        return (find_function(function) if isinstance(function, bytes) else function), values, named
+        return find(function), values, named
 
     def change(
         self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /

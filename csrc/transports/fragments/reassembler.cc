@@ -1,4 +1,4 @@
-#include "transports/tcp/reassembler.h"
+#include "transports/fragments/reassembler.h"
 
 #include <algorithm>
 #include <cstring>
@@ -11,6 +11,7 @@ namespace telegrad {
 namespace {
 
 constexpr std::uint64_t kFarAhead = 1024;      // limit for fragments before their frames: in messages,
+constexpr std::uint64_t kSegmentMemory = 128;  // of a block and its place, without its bytes
 constexpr std::uint64_t kMaxEarly = 64 << 20;  // and in bytes; lanes are paused before they reach it
 
 std::uint64_t wire_size(const Block& fragment) { return sizeof(FrameHeader) + sizeof(SegmentHeader) + fragment.size(); }
@@ -130,27 +131,61 @@ bool Reassembler::accept(Incoming&& frame) {
     return early_bytes_ <= kMaxEarly;
   }
   auto pending = current_ ? std::move(current_) : std::make_unique<Pending>();
+  pending->memory = memory_of(frame);
   pending->message = std::move(frame);
   messages_.push_back(std::move(pending));
-  bool good = true;
-  std::erase_if(early_, [&](const EarlyFragment& e) {
-    const bool known = e.number < next_;
-    if (known) early_bytes_ -= wire_size(*e.block);
-    if (known) good = find(e.number) && complete_fragment(e.number, e.place, *e.block) && good;
-    return known;
-  });
   const Pending& last = *messages_.back();
-  return good && (!last.incomplete || may_be_discarded(last));
+  bool good = true;
+  if (last.number != kWhole) {
+    std::erase_if(early_, [&](const EarlyFragment& e) {
+      const bool known = e.number < next_;
+      if (known) early_bytes_ -= wire_size(*e.block);
+      if (known) good = find(e.number) && complete_fragment(e.number, e.place, *e.block) && good;
+      return known;
+    });
+  }
+  return good && is_within_limits() && (!last.incomplete || may_be_discarded(last));
+}
+
+std::uint64_t Reassembler::memory_of(const Incoming& m) {
+  return sizeof(Pending) + m.name.size() + m.segments.size() * kSegmentMemory + m.payload_size();
+}
+
+bool Reassembler::is_within_limits() const {
+  const std::uint64_t largest = limits_.message + limits_.body + limits_.trailer + limits_.segments * kSegmentMemory;
+  return incomplete_ <= kMaxIncomplete && held_ <= kMaxHeld && held_bytes_ <= kMaxHeldBytes &&
+         held_large_ <= largest + kMaxMissing;
 }
 
 void Reassembler::deliver(Inbox& inbox) {
-  while (!messages_.empty() && messages_.front()->missing == 0) {
-    const auto first = std::move(messages_.front());
-    messages_.pop_front();
-    Incoming& m = first->message;
-    if (first->incomplete && m.discarded == 0) telegrad::discard(m, m.payload_size());
-    inbox.deliver(std::move(first->message));
+  DeliveryOrder order;  // of the messages before `next` that stay
+  bool large = false;   // one of them is
+  incomplete_ = held_ = 0;
+  held_bytes_ = held_large_ = 0;
+  for (auto next = messages_.begin(); next != messages_.end();) {
+    Pending& pending = **next;
+    const bool is_large = pending.number != kWhole;
+    if (pending.missing > 0 || (is_large ? large : !order.may_overtake(pending.message.header))) {
+      order.add(pending.message.header);
+      ++(pending.missing > 0 ? incomplete_ : held_);
+      if (!is_large) held_bytes_ += pending.memory - pending.missing;
+      if (is_large && large) held_large_ += pending.memory - pending.missing;
+      large = large || is_large;
+      ++next;
+      continue;
+    }
+    const auto taken = std::move(*next);
+    next = messages_.erase(next);
+    Incoming& m = taken->message;
+    if (taken->incomplete && m.discarded == 0) telegrad::discard(m, m.payload_size());
+    inbox.deliver(std::move(m));
   }
+}
+
+void ReassemblingInbox::deliver(Incoming&& m) {
+  if (reassembler_.passes(m)) return inbox_.deliver(std::move(m));
+  good_ = reassembler_.accept(std::move(m)) && good_;
+  reassembler_.deliver(inbox_);
 }
 
 }  // namespace telegrad

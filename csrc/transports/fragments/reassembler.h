@@ -1,4 +1,4 @@
-// Reassembly of fragmented messages: see laned_link.h. One thread at a time.
+// Reassembly of fragmented messages, and delivery by the order rules. One thread at a time.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +7,22 @@
 #include <optional>
 #include <vector>
 
+#include "core/delivery_order.h"
+#include "transports/fragments/fragments.h"
 #include "transports/frames.h"
 
 namespace telegrad {
 
-/// Lease of a segment that arrives as fragments.
-inline constexpr std::uint64_t kFragmented = 1;
-inline constexpr std::uint64_t kMaxFragment = 512 << 10;
 /// Limit for the missing bytes of messages with complete frames, without those of the largest message. A sender begins
 /// the next message once the kernel has accepted the fragments of the last one, on all lanes.
 inline constexpr std::uint64_t kMaxMissing = 512 << 20;
+/// Limit for incomplete messages. A sender has given all but the last of them to the kernel, whose buffers are smaller
+/// than this many messages of 1 MiB. Over one connection there is never more than one.
+inline constexpr std::size_t kMaxIncomplete = 1024;
+/// Limits for complete messages that wait for an incomplete one. A sender keeps these back itself (Sender), so only a
+/// few arrive while the last fragments are on their way.
+inline constexpr std::size_t kMaxHeld = 4096;
+inline constexpr std::uint64_t kMaxHeldBytes = 64 << 20;
 
 class Reassembler final : public SegmentSource {
  public:
@@ -26,11 +32,14 @@ class Reassembler final : public SegmentSource {
   BlockPtr map_segment(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) override;
   void discard(const Block* trailer) override;
 
-  /// Accepts a frame: a message or a fragment. Returns false if a fragment does not fit.
+  /// Accepts a frame: a message or a fragment. Returns false if a fragment does not fit, or too many messages wait.
   bool accept(Incoming&& frame);
 
-  /// Delivers complete messages, in order.
+  /// Delivers the complete messages that the order rules allow.
   void deliver(Inbox& inbox);
+
+  /// Returns whether a frame needs no reassembly and no order, because no message is incomplete.
+  bool passes(const Incoming& frame) const { return frame.header.type != FrameType::kFragment && !begun() && !waits(); }
 
   /// Returns whether a message is incomplete.
   bool waits() const { return missing_ > 0 || !messages_.empty() || has_early(); }
@@ -53,6 +62,7 @@ class Reassembler final : public SegmentSource {
     std::vector<Part> parts;      // its fragmented segments
     std::uint64_t missing = 0;    // bytes that have not arrived
     std::uint64_t unclaimed = 0;  // bytes of fragments that have not begun
+    std::uint64_t memory = 0;     // with those that have not arrived
     bool incomplete = false;      // there was no memory for an early fragment
   };
   struct EarlyFragment {
@@ -64,6 +74,8 @@ class Reassembler final : public SegmentSource {
   Pending* find(std::uint64_t number);
   static std::optional<std::byte*> locate(Pending& message, std::uint64_t place, std::uint64_t size);
   static bool may_be_discarded(const Pending& message);
+  static std::uint64_t memory_of(const Incoming& message);
+  bool is_within_limits() const;
   bool complete_fragment(std::uint64_t number, std::uint64_t place, const Block& block);
 
   static constexpr std::uint64_t kWhole = UINT64_MAX;  // number of a message that is not fragmented
@@ -76,6 +88,42 @@ class Reassembler final : public SegmentSource {
   std::uint64_t early_until_ = 0;                  // fragments of messages below this number have been seen
   std::vector<EarlyFragment> early_;               // complete fragments of messages without a frame so far
   std::uint64_t early_bytes_ = 0;                  // their bytes on the wire
+  std::size_t incomplete_ = 0;                     // messages with complete frames and missing bytes
+  std::size_t held_ = 0;                           // complete messages that wait for others,
+  std::uint64_t held_bytes_ = 0;                   // and their memory, if they are not large
+  std::uint64_t held_large_ = 0;                   // memory of large messages but for the first
 };
+
+/// Source of the segments on a lane: fragments only. The frames of their messages come over the first connection, one
+/// at a time.
+class FragmentSource final : public SegmentSource {
+ public:
+  explicit FragmentSource(Reassembler& reassembler) : reassembler_(reassembler) {}
+  BlockPtr map_segment(const FrameHeader& frame, const SegmentHeader& segment, Inbox& inbox) override {
+    return frame.type == FrameType::kFragment ? reassembler_.map_segment(frame, segment, inbox) : nullptr;
+  }
+
+ private:
+  Reassembler& reassembler_;
+};
+
+/// Inbox of a link with one connection: passes frames through a reassembler.
+class ReassemblingInbox final : public Inbox {
+ public:
+  ReassemblingInbox(Reassembler& reassembler, Inbox& inbox) : reassembler_(reassembler), inbox_(inbox) {}
+  BlockPtr allocate(std::size_t size) override { return inbox_.allocate(size); }
+  BlockPtr adopt(BlockPtr lent) override { return inbox_.adopt(std::move(lent)); }
+  void deliver(Incoming&& message) override;
+  /// Returns false if a frame has been refused.
+  bool good() const { return good_; }
+
+ private:
+  Reassembler& reassembler_;
+  Inbox& inbox_;
+  bool good_ = true;
+};
+
+inline constexpr char kEndedInMessage[] = "the connection ended in the middle of a message";
+inline constexpr char kBadFragments[] = "received fragments of a message that do not fit together";
 
 }  // namespace telegrad

@@ -1,0 +1,68 @@
+"""The soak: its verdicts, and a minute of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.soak.ledger import Failure, Fault, Ledger
+from bench.soak.resources import Sample, growth
+
+
+def failure(error: str = "WorkerLost", begun: float = 10.0, ended: float = 11.0) -> Failure:
+    return Failure("call", ("s0", "c1"), begun, ended, error, "")
+
+
+@pytest.mark.parametrize(
+    ("found", "explained"),
+    [
+        (failure(), True),
+        (failure("UnknownWorker"), True),
+        (failure("RpcTimeout"), False),
+        (failure(begun=1.0, ended=5.0), False),
+        (failure(begun=18.0, ended=18.1), False),
+    ],
+    ids=["loss", "unknown", "timeout", "before", "after"],
+)
+def test_failures_that_a_fault_explains(found: Failure, explained: bool) -> None:
+    assert Fault("kill", ("c1",), 10.5, 12.0).explains(found) is explained
+    assert not Fault("kill", ("c2",), 10.5, 12.0).explains(found)
+    assert not Fault("short stop", (), 10.5, 12.0).explains(found)
+
+
+def test_counts_of_a_run() -> None:
+    ledger = Ledger(faults=[Fault("kill", ("c1",), 10.5, 12.0), Fault("short stop", (), 10.5)])
+    ledger.add(
+        {"call": 3}, [failure(), failure(begun=20, ended=21), failure("RpcTimeout"), failure("ValueError", 30, 31)], []
+    )
+    ledger.add({"call": 1, "tensor": 2}, [], ["a tensor: 1 instead of 2"])
+    figures = ledger.as_json()
+    assert figures["operations"] == {"call": 4, "tensor": 2}
+    assert figures["faults"] == {"kill": 1, "short stop": 1}
+    assert figures["failed by a fault"] == {"kill": 1}
+    assert [figures[key] for key in ("wrong", "lost", "false losses", "other failures")] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("per_minute", "flat"), [(0.0, True), (3.0, True), (30.0, False)])
+def test_growth_after_the_warm_up(per_minute: float, flat: bool) -> None:
+    warm_up = [Sample(at, 50 + at, 10, 10) for at in range(0, 180, 3)]
+    samples = [Sample(at, 230 + per_minute * at / 60, 30, 12) for at in range(180, 600, 3)]
+    grown = growth([*warm_up, *samples])
+    assert grown["memory"].is_flat is flat
+    assert grown["descriptors"].is_flat
+    more = [*samples[:90], *(one._replace(descriptors=60) for one in samples[90:])]
+    assert not growth(more)["descriptors"].is_flat
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_minute_of_it(tmp_path: Path) -> None:
+    out = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "bench.soak", "--minutes", "1", "--seed", "11", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    figures = json.loads(out.read_text())
+    assert sum(figures["operations"].values()) > 100
+    assert sum(figures["faults"].values()) > 5

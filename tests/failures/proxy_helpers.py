@@ -1,0 +1,125 @@
+"""TCP proxy between two workers whose connections a test can break."""
+
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from telegrad.rpc import Options
+from telegrad.testing import Cluster, cluster
+
+_HARD = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
+
+
+class Proxy:
+    """Proxy that passes on what two ends of a connection send each other."""
+
+    def __init__(self) -> None:
+        self.target = ("", 0)
+        """Where connections go."""
+        self.accepted = 0
+        self.open = True
+        """Whether new connections are passed on; otherwise they are closed at once."""
+        self.frozen = False
+        """Whether nothing is passed on, as in a network that has failed."""
+        self._routes: list[tuple[socket.socket, socket.socket]] = []
+        self._lock = threading.Lock()
+        self._ends = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(0.005)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Port to connect to."""
+        return int(self._listener.getsockname()[1])
+
+    def reset(self) -> int:
+        """Reset all connections at both ends; return their number."""
+        with self._lock:
+            routes, self._routes = self._routes, []
+            for route in routes:
+                self._close(route)
+        return len(routes)
+
+    def close(self) -> None:
+        """End the proxy and its connections."""
+        self._ends = True
+        self._thread.join()
+        self.reset()
+        self._listener.close()
+
+    @staticmethod
+    def _close(route: tuple[socket.socket, socket.socket]) -> None:
+        for end in route:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _HARD)
+            end.close()
+
+    def _run(self) -> None:
+        while not self._ends:
+            try:
+                source, _ = self._listener.accept()
+            except TimeoutError:
+                pass
+            else:
+                self.accepted += 1
+                if self.open:
+                    with self._lock:
+                        self._routes.append((source, socket.create_connection(self.target)))
+                else:
+                    source.close()
+            if not self.frozen:
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        with self._lock, selectors.DefaultSelector() as selector:
+            for route in self._routes:
+                for i in range(2):
+                    selector.register(route[i], selectors.EVENT_READ, (route, route[1 - i]))
+            for _ in range(20):
+                ready = selector.select(0.005)
+                if not ready:
+                    return
+                for key, _ in ready:
+                    route, other = key.data
+                    if route in self._routes and not self._pass(key.fileobj, other):
+                        self._routes.remove(route)
+                        for end in route:
+                            selector.unregister(end)
+                            end.close()  # what has been passed on still arrives
+
+    @staticmethod
+    def _pass(source: object, target: socket.socket) -> bool:
+        assert isinstance(source, socket.socket)
+        try:
+            data = source.recv(1 << 18)
+            target.sendall(data)
+        except OSError:
+            return False
+        return bool(data)
+
+
+def address_of(cluster: Cluster, index: int) -> str:
+    """Return the TCP address of a worker, which may be encrypted."""
+    return next(a for a in cluster[index]._worker.member.addresses if a.startswith(("tcp:", "tls:")))
+
+
+@contextmanager
+def proxied(options: Options, graceful: bool = True) -> Iterator[tuple[Cluster, Proxy]]:
+    """Start two workers; the first reaches the second through a proxy."""
+    proxy = Proxy()  # before the group, whose end finds descriptors that are left over
+    try:
+        with cluster(2, options, graceful=graceful) as group:
+            scheme, _, where = address_of(group, 1).partition(":")
+            host, _, port = where.rpartition(":")
+            proxy.target = host, int(port)
+            peer, addresses = group[1]._worker, [f"{scheme}:127.0.0.1:{proxy.port}"]
+            group[0]._worker.engine.set_peer(peer.info.id, peer.info.name, peer.incarnation, addresses)
+            assert group[0].rpc_sync("w1", abs, (-1,)) == 1
+            assert proxy.accepted == 1
+            yield group, proxy
+    finally:
+        proxy.close()

@@ -1,0 +1,127 @@
+"""Mixed work under seeded faults: each operation is right or raises a loss."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from telegrad import autograd, rpc
+from telegrad.errors import OwnerLost, RRefDeleted, WorkerLost
+from telegrad.rpc import Options, RRef
+from telegrad.testing import cluster, eventually, faults
+from telegrad.testing.faults import Plan, Rule
+
+OPERATIONS = 150
+TOMBSTONES = "ended, but not for all"
+LIMIT = 20.0  # s for one operation; what takes longer hangs
+CHANCES = (
+    Rule("cut", count=None, probability=0.01),
+    Rule("drop", count=None, probability=0.01),
+    Rule("delay", count=None, probability=0.03, seconds=0.002),
+    Rule("reorder", kind="reference", count=None, probability=0.3),
+    Rule("cut", kind="handshake", count=None, probability=0.02),
+)
+
+
+def call(a: str, b: str, n: int) -> None:
+    assert rpc.rpc_sync(a, divmod, (n, 7), timeout=LIMIT) == divmod(n, 7)
+
+
+def nested(a: str, b: str, n: int) -> None:
+    assert rpc.rpc_sync(a, ask, (b, n), timeout=LIMIT) == -n
+
+
+def ask(to: str, n: int) -> int:
+    return int(rpc.rpc_sync(to, int.__neg__, (n,)))
+
+
+def tensor(a: str, b: str, n: int) -> None:
+    x = torch.arange(n * 100, dtype=torch.float32)
+    assert torch.equal(rpc.rpc_sync(a, torch.mul, (x, 2), timeout=LIMIT), x * 2)
+
+
+def reference(a: str, b: str, n: int) -> None:
+    made = rpc.remote(a, list, (range(n),), timeout=LIMIT)
+    assert rpc.rpc_sync(b, fetch, (made,), timeout=LIMIT) == list(range(n))
+    assert made.rpc_sync().__len__() == n
+
+
+def fetch(held: RRef[list[int]]) -> list[int]:
+    return held.to_here()
+
+
+def gradients(a: str, b: str, n: int) -> None:
+    with autograd.context() as context_id:
+        x = torch.full((3,), float(n), requires_grad=True)
+        y = rpc.rpc_sync(a, times_through, (x, b), timeout=LIMIT)
+        autograd.backward(context_id, [(y * x).sum()])
+        assert torch.equal(autograd.get_gradients(context_id)[x], 12 * x.detach())
+
+
+def times_through(x: torch.Tensor, to: str) -> torch.Tensor:
+    return rpc.rpc_sync(to, torch.mul, (x * 2, 3))  # type: ignore[no-any-return]
+
+
+WORK: list[Callable[[str, str, int], None]] = [call, nested, tensor, reference, gradients]
+
+
+def run(seed: int, transport: str, *, resume: bool = True) -> int:
+    """Run one schedule; return the number of losses."""
+    choose = random.Random(seed)
+    plan = Plan(CHANCES, seed)
+    losses = 0
+    with cluster(3, Options(faults=str(plan), transports=(transport,), rpc_timeout=LIMIT, resume=resume)) as group:
+        for _ in range(OPERATIONS):
+            work = choose.choice(WORK)
+            caller, a, b = choose.randrange(3), choose.randrange(3), choose.randrange(3)
+            number = choose.randrange(1, 50)
+            try:
+                with group[caller]:
+                    work(f"w{a}", f"w{b}", number)
+            except (WorkerLost, OwnerLost, RRefDeleted):  # deleted: with the session of the worker that had it
+                losses += 1
+        assert faults.applied()
+        faults.clear()
+        for caller in range(3):
+            for to in range(3):
+                with group[caller]:
+                    eventually(lambda to=to: reached(f"w{to}"))  # type: ignore[misc]
+        for worker in group:
+            eventually(lambda worker=worker: not worker._worker.references.leaks(), what=f"{worker.info.name}")  # type: ignore[misc]
+            eventually(lambda worker=worker: not graphs_of(worker), what="graphs to go")  # type: ignore[misc]
+    return losses
+
+
+def graphs_of(worker: rpc.Worker) -> dict[str, int]:
+    """Return the counts of contexts and passes, without tombstones."""
+    return {name: count for name, count in worker._worker.autograd.left().items() if count and TOMBSTONES not in name}
+
+
+def reached(name: str) -> bool:
+    try:
+        return bool(rpc.rpc_sync(name, abs, (-1,), timeout=LIMIT) == 1)
+    except WorkerLost:
+        return False
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_few_schedules(transport: str) -> None:
+    assert run(1, transport, resume=False) > 0
+
+
+def test_a_few_schedules_of_sessions_that_outlive_connections() -> None:
+    assert run(1, "tcp") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+def test_many_schedules(transport: str) -> None:
+    assert all(run(seed, transport, resume=False) > 0 for seed in range(2, 32))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_many_schedules_of_sessions_that_outlive_connections() -> None:
+    assert all(run(seed, "tcp") == 0 for seed in range(2, 32))

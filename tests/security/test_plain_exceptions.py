@@ -1,0 +1,63 @@
+"""Exceptions of handlers with ``allow_pickle=False``: they travel as plain data."""
+
+from typing import Any
+
+import pytest
+
+from telegrad import errors, rpc
+from telegrad.errors import RemoteError, SerializationError
+from telegrad.serialize.exceptions import unpack_exception
+from telegrad.serialize.plain_fields import decode_fields, encode_fields
+from telegrad.serialize.unpickling import PickleGate
+from telegrad.testing import Cluster
+
+
+class Custom(Exception):
+    pass
+
+
+def fail(kind: str, *args: Any) -> None:
+    if kind == "Custom":
+        raise Custom(*args)
+    if kind == "WorkerLost":
+        raise errors.WorkerLost("w7", "it was unplugged", 3)
+    raise {"KeyError": KeyError, "ValueError": ValueError, "OSError": OSError, "SystemExit": SystemExit}[kind](*args)
+
+
+def test_exceptions_of_python_and_of_telegrad_keep_their_types(strict: Cluster) -> None:
+    with pytest.raises(KeyError) as caught:
+        rpc.rpc_sync("w1", fail, ("KeyError", "key"))
+    error: Any = caught.value
+    assert (error.args, error.worker, error.original_type) == (("key",), "w1", "KeyError")
+    assert "in fail" in error.remote_traceback
+    with pytest.raises(OSError) as of_system:
+        rpc.rpc_sync("w1", fail, ("OSError", 2, "no such thing"))
+    assert of_system.value.errno == 2
+    with pytest.raises(errors.WorkerLost) as lost:
+        rpc.rpc_sync("w1", fail, ("WorkerLost",))
+    assert (lost.value.name, lost.value.incarnation) == ("w7", 3)
+
+
+def test_other_exceptions_come_as_texts(strict: Cluster) -> None:
+    with pytest.raises(RemoteError, match="Custom: some text") as caught:
+        rpc.rpc_sync("w1", fail, ("Custom", "some text"))
+    error: Any = caught.value
+    assert type(error) is RemoteError
+    assert error.original_type.endswith("Custom")
+    assert "in fail" in error.remote_traceback
+    assert any("allow_pickle=False" in note for note in error.__notes__)
+    with pytest.raises(RemoteError):
+        rpc.rpc_sync("w1", fail, ("SystemExit", 1))
+    with pytest.raises(RemoteError, match="Custom"):
+        list(rpc.map("w1", fail, ["Custom"]))
+
+
+@pytest.mark.parametrize("fields", [[], ["s"], ["a"] * 12, [1] * 10, [b"x"] * 10], ids=repr)
+def test_malformed_exceptions(fields: list[Any]) -> None:
+    data = encode_fields(fields)
+    assert decode_fields(data) == fields
+    with pytest.raises(SerializationError):
+        unpack_exception(data, PickleGate(False))
+    for cut in (1, 5, 9):
+        with pytest.raises(SerializationError):
+            unpack_exception(data[:-cut] or b"x", PickleGate(False))
