@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo demo-rl example test test-python test-core test-slow conformance dependents bench bench-check lint format stubs docs dist clean
+.PHONY: help venv build demo demo-rl example test test-python test-core test-slow conformance dependents fuzz soak reliability bench bench-check lint format stubs docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -41,12 +41,24 @@ test-core: $(READY)
 OTHER_TRANSPORTS := unix tcp
 OVER_TRANSPORTS := $(addprefix tests/,rpc references autograd optim nn failures groups compat observe testing)
 
-test-slow: build ## the slow tests: stress and soak in Python, every transport, the core and the bindings under sanitizers
+test-slow: build ## the slow tests: stress and soak in Python, every transport, the core and the bindings under sanitizers, fuzzers
 	$(PY) -m pytest -q -m slow --timeout 600 $(ARGS)
 	set -e; for one in $(OTHER_TRANSPORTS); do export TELEGRAD_TRANSPORTS=$$one; \
 	  $(PY) -m pytest -q -m "not slow" $(OVER_TRANSPORTS); $(CONFORMANCE); done
 	tools/test_core.sh $(VENV) $(BUILD)/tsan thread
 	tools/test_bindings_sanitized.sh $(VENV) $(BUILD)/asan-python
+	tools/fuzz.sh $(VENV) $(BUILD)/fuzz $(FUZZ_SECONDS)
+
+FUZZ_SECONDS ?= 600
+fuzz: $(READY) ## FUZZ_SECONDS=600 of each fuzzer of the core; ARGS="codec frames" selects some; see csrc/fuzz
+	tools/fuzz.sh $(VENV) $(BUILD)/fuzz $(FUZZ_SECONDS) $(ARGS)
+
+MINUTES ?= 30
+soak: build ## MINUTES=30 of checked work in processes that are killed, stopped and cut off; ARGS="--seed 2"
+	$(PY) -m bench.soak --minutes $(MINUTES) --out $(BUILD)/soak.json $(ARGS)
+
+reliability: build ## measure how faults are noticed, and write docs/reliability.md from this, `make soak` and `make test-slow`
+	$(PY) -m bench.reliability --build $(BUILD) $(ARGS)
 
 CONFORMANCE = $(PY) tests/conformance/conformance.py --package telegrad --set open --jobs 2 \
   --known tests/conformance/known.txt --flaky tests/conformance/flaky.txt
