@@ -101,13 +101,20 @@ def extension() -> Path:
     return ROOT / "src" / "telegrad" / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
+def openssl() -> list[str]:
+    """Return the libraries of OpenSSL that the core was built with; none if without."""
+    cache = (library().parent / "CMakeCache.txt").read_text()
+    return re.findall(r"^OPENSSL_(?:SSL|CRYPTO)_LIBRARY:FILEPATH=(/.+)$", cache, re.MULTILINE)
+
+
 def driver() -> Path:
     """Compile calls.cc, link it with the built core, and return the program."""
     program = ROOT / "build" / "bench" / "calls"
     program.parent.mkdir(parents=True, exist_ok=True)
     compiler = os.environ.get("CXX", "g++").split()
     flags = ["-O2", "-std=c++20", "-pthread", "-I", str(ROOT / "csrc")]
-    subprocess.run([*compiler, *flags, str(HERE / "calls.cc"), str(library()), "-o", str(program)], check=True)
+    sources = [str(HERE / "calls.cc"), str(library()), *openssl()]
+    subprocess.run([*compiler, *flags, *sources, "-o", str(program)], check=True)
     return program
 
 

@@ -1,0 +1,1 @@
+"""Figures of reliability: how fast faults are noticed, how often they are tried."""

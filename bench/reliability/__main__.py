@@ -1,0 +1,88 @@
+"""Measure how fast faults are noticed, and write docs/reliability.md."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from bench.machine import machine
+from bench.reliability.detection import MEASUREMENTS, measure
+from bench.reliability.page import page
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("tests/failures", "tests/groups", "tests/protocols", "tests/security")
+
+
+def commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def count_tests() -> dict[str, int]:
+    """Return the number of tests by folder, slow ones included."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *FOLDERS]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {folder: sum(line.startswith(f"{folder}/") for line in listed) for folder in FOLDERS}
+
+
+def explore(figures: Path) -> dict[str, int]:
+    """Run the slow explorers; return the schedules of each."""
+    figures.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "slow",
+        "-k",
+        "schedules",
+        "--timeout",
+        "900",
+        "tests/protocols",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "TELEGRAD_FIGURES": str(figures)})
+    found: Counter[str] = Counter()
+    for line in figures.read_text().splitlines():
+        row = json.loads(line)
+        found[row["explorer"]] += row["schedules"]
+    return dict(sorted(found.items()))
+
+
+def loaded(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.reliability", description=__doc__.partition(":")[0])
+    parser.add_argument("--build", type=Path, default=ROOT / "build", help="folder with the figures of other commands")
+    parser.add_argument("--rounds", type=int, help="of each measurement; by default as many as its figure needs")
+    parser.add_argument("--no-schedules", action="store_true", help="take the explored schedules of the last run")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reliability.md")
+    args = parser.parse_args()
+    build = args.build.resolve()
+    build.mkdir(parents=True, exist_ok=True)
+    about, at = machine(), commit()
+    kept = loaded(build / "reliability.json") or {}
+    figures = {
+        "machine": about,
+        "commit": at,
+        "detection": measure(args.rounds),
+        "soak": loaded(build / "soak.json"),
+        "fuzzing": loaded(build / "fuzz" / "fuzz.json"),
+        "schedules": kept.get("schedules") if args.no_schedules else explore(build / "schedules.jsonl"),
+        "tests": count_tests(),
+    }
+    (build / "reliability.json").write_text(json.dumps(figures, indent=1) + "\n")
+    args.out.write_text(page(figures))
+    for name in MEASUREMENTS:
+        print(name, json.dumps(figures["detection"][name]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

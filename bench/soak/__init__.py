@@ -1,0 +1,1 @@
+"""Soak: workers in real processes, work whose results are checked, and faults."""
