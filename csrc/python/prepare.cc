@@ -143,7 +143,10 @@ std::unique_ptr<Outgoing> Preparer::encode(const CallForm& form, const PreparedC
   }
   codec::Encoded encoded;
   nb::object message;
-  const bool in_context = !call.context.is_none();
+  // Telegrad itself makes a request for the type of a value: it counts for no context and for no shutdown.
+  const bool internal = about_receiver && form.function.is(nb::handle(reinterpret_cast<PyObject*>(&PyType_Type)));
+  if (internal) flags |= wire::Flag::kInternal;
+  const bool in_context = !call.context.is_none() && !internal;
   // Before the recording, and the registration of a reference: if the session ends meanwhile, the message is not sent.
   const std::int64_t epoch = in_context || keeps ? engine_.epoch_of(call.peer) : kAnyEpoch;
   const bool encodable = in_context

@@ -1,7 +1,6 @@
 """Recording of tensors sent within a context, at both ends."""
 
 import asyncio
-import contextlib
 import gc
 import threading
 import weakref
@@ -415,9 +414,10 @@ def test_a_picklers_tensors_are_recorded(context: Context) -> None:
 def test_internal_calls_are_not_recorded(four: Cluster, context: Context) -> None:
     four[0]._worker.start_internal(1, grad_mode, (), 5.0).wait()
     assert four[0]._worker.start_internal(1, grad_mode, (), 5.0).wait() == (True, False)
-    rref = rpc.remote("w1", Doubler)
-    rref.to_here()
-    asked = context.requests_sent[1]
-    with contextlib.suppress(AttributeError):
-        rref._get_type()
-    assert context.requests_sent[1] == asked
+    new, known = rpc.remote("w1", Doubler), rpc.remote("w1", Doubler)
+    while known.is_unknown():  # until the owner has confirmed it
+        rpc.rpc_sync("w1", grad_mode)
+    for rref in (new, known):
+        asked = context.requests_sent[1]
+        assert rref._get_type() is Doubler
+        assert context.requests_sent[1] == asked

@@ -170,7 +170,7 @@ class Calls:
             Exception: As `encode_slow`.
         """
         peer, receiver, function = call.peer, call.receiver, call.function
-        flags = _INTERNAL if call.internal or function is type else 0
+        flags = _INTERNAL if call.internal or (receiver is not None and function is type) else 0
         ticket = keep = target = epoch = None
         pickler = None if flags & _INTERNAL else self._pickler_of(receiver)
         name, parts = call.name, _PARTS
