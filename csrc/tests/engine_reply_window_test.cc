@@ -77,6 +77,19 @@ CASE(a_reply_that_was_copied_while_it_waited_is_counted_once) {
   }
 }
 
+/// Messages overtake a large reply, so its bytes hold no requests. Its handler ends although the peer does not read.
+CASE_ON_EVERY_SCHEME(requests_run_while_a_large_reply_is_sent) {
+  if (scheme == "inproc") return;
+  constexpr std::size_t kLargeReply = 40 * kMiB;
+  Stage s(scheme, 4 * kMiB, kLargeReply);
+  for (std::uint64_t call = 1; call <= 2; ++call) {
+    s.ask(call);
+    s.ran.wait_for(static_cast<int>(call));
+    s.wait_for_handlers();
+  }
+  for (int i = 0; i < 2; ++i) CHECK_EQ(s.p.receive().segments.at(0)->size(), kLargeReply);
+}
+
 /// The requests of a caller that has gone are not held forever.
 CASE(held_requests_of_a_lost_caller_end) {
   constexpr int kCalls = 16;

@@ -164,7 +164,7 @@ def test_coroutines_count_until_they_are_done(few: Cluster) -> None:
     assert [future.wait() for future in futures] == [1, 1]
 
 
-def test_creations_and_references_of_calls_that_are_not_made(few: Cluster) -> None:
+def test_creations_and_references_of_calls_that_are_not_made(few: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     value = rpc.remote("w1", torch.ones, (2,))
     assert value.to_here().sum() == 2
     gate = Gate()
@@ -182,6 +182,9 @@ def test_creations_and_references_of_calls_that_are_not_made(few: Cluster) -> No
             assert raised.value.limit == "max_in_flight"
     with pytest.raises(Overloaded, match="max_in_flight"):
         with_reference.wait()
+    monkeypatch.setattr(rpc.RRef, "_check", lambda _: None)  # the creation fails after it
+    with pytest.raises(Overloaded, match="max_in_flight"):
+        failed.to_here()
 
 
 def test_a_member_that_does_not_wait_for_replies_is_disconnected(

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -158,6 +160,34 @@ def test_a_stopped_server_rejects_clients_and_frees_its_address(backing: Any, ca
             LocalStore("localhost", number, LONG)
     UnixStoreServer(number).close()
     assert not caplog.records
+
+
+HOST_THAT_EXITS = """
+import os, sys, threading, time
+from datetime import timedelta
+from telegrad import rpc
+from telegrad.group.unix_store import LocalStore, UnixStoreServer
+
+class Slow:
+    def set(self, key, value):
+        begun.set()
+        time.sleep(0.3)
+        os.write(1, b"the operation has ended")
+
+begun = threading.Event()
+server = UnixStoreServer(int(sys.argv[1]))
+server.open(Slow())
+client = LocalStore("localhost", int(sys.argv[1]), timedelta(seconds=60))
+threading.Thread(target=client.set, args=("key", "value"), daemon=True).start()
+begun.wait()
+"""
+
+
+def test_a_process_exits_after_the_operations_of_its_store() -> None:
+    """An operation that is inside torch's code at the end would crash the process."""
+    program = [sys.executable, "-c", HOST_THAT_EXITS, str(free_port())]
+    ended = subprocess.run(program, check=False, capture_output=True, text=True, timeout=TIMEOUT)
+    assert (ended.returncode, ended.stdout) == (0, "the operation has ended"), ended.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -334,7 +334,6 @@ ssize_t TlsStream::read(const iovec* parts, int count, bool from_socket) {
       for (std::size_t turn = 0; turn < kTurn && filled < parts[i].iov_len;) {
         const ssize_t n = read_some(to + filled, parts[i].iov_len - filled);
         if (n <= 0) {
-          if (holds_output_) may_write_now_ = true;
           holds_input_ =
               got > 0 && !error_.empty();  // the next read reports the error, which the socket does not signal
           return got > 0 ? static_cast<ssize_t>(got) : n;

@@ -18,6 +18,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from telegrad.group.store_waits import Store
 
-__all__ = ["LocalStore", "UnixStoreServer", "request_release"]
+__all__ = ["LocalStore", "UnixStoreServer", "close_servers", "request_release"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -84,6 +85,22 @@ class _ClientSession:
 
 
 _ending: dict[int, threading.Thread] = {}  # threads of servers that are closing, by port
+_open: "weakref.WeakSet[UnixStoreServer]" = weakref.WeakSet()
+
+
+def close_servers(seconds: float) -> None:
+    """Close the servers of this process at interpreter exit, after its workers, and wait for their threads.
+
+    A daemon thread that is inside torch's store when the interpreter exits crashes the process.
+
+    Args:
+        seconds: Limit of the wait.
+    """
+    for server in list(_open):
+        server.close_later()
+    until = time.monotonic() + seconds
+    for thread in list(_ending.values()):
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class UnixStoreServer:
@@ -130,6 +147,7 @@ class UnixStoreServer:
             self._release_port = release_port
         self._thread = threading.Thread(target=self._serve, name="telegrad-store", daemon=True)
         self._thread.start()
+        _open.add(self)
 
     def close(self) -> None:
         """Close all sessions and wait for the thread. The store stays open."""

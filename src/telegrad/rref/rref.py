@@ -13,6 +13,7 @@ from telegrad.errors import (
     RRefDeleted,
     RRefError,
     RRefNotPicklable,
+    RRefTimeout,
     TelegradError,
     WorkerLost,
 )
@@ -267,8 +268,11 @@ class RRef(Generic[T_co]):
     def _on_error(self, error: TelegradError) -> TelegradError:
         """Return an error of a use of the value, as the program gets it.
 
-        It has no frames of Telegrad, and the loss of the owner is an `OwnerLost`.
+        It has no frames of Telegrad, and the loss of the owner is an `OwnerLost`. If the creation has failed meanwhile,
+        this worker knows the reason better than the owner.
         """
+        if isinstance(error, RRefTimeout):
+            error = self._worker.references.unusable_reason(self.id, self.owner_id) or error
         if type(error) is WorkerLost and error.name == self.owner_name():
             error = OwnerLost(error.name, error.why, str(self.id), error.incarnation)
             error.__cause__ = None  # also hides the WorkerLost that it replaces

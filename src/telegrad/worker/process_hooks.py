@@ -12,6 +12,7 @@ import traceback
 import weakref
 from typing import Any, NoReturn
 
+from telegrad.group.unix_store import close_servers
 from telegrad.worker.unread_failures import discard_unread, log_unread
 
 __all__ = ["leave_child", "live_workers", "register"]
@@ -19,6 +20,7 @@ __all__ = ["leave_child", "live_workers", "register"]
 live_workers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _exits: set[int] = set()
 _GRACE = 0.2  # s for daemon threads to end after their calls failed at interpreter exit
+_STORE_GRACE = 2.0  # s for the threads that serve the group's store to end an operation
 
 
 def register(worker: object) -> None:
@@ -55,6 +57,8 @@ def _close_at_exit() -> None:
         if thread.daemon and not isinstance(thread, threading._DummyThread):
             with contextlib.suppress(KeyboardInterrupt):
                 thread.join(max(0.0, until - time.monotonic()))
+    with contextlib.suppress(KeyboardInterrupt):
+        close_servers(_STORE_GRACE)
     log_unread()
 
 
