@@ -39,7 +39,7 @@ test-core: $(READY)
 
 # The tests run over what workers choose by themselves, which is shm; of the slow ones these run over the others, too.
 OTHER_TRANSPORTS := unix tcp
-OVER_TRANSPORTS := $(addprefix tests/,rpc references autograd optim nn failures groups compat observe testing)
+OVER_TRANSPORTS := $(addprefix tests/,rpc references autograd optim nn failures faults groups security compat observe testing)
 
 test-slow: build ## the slow tests: stress and soak in Python, every transport, the core and the bindings under sanitizers, fuzzers
 	$(PY) -m pytest -q -m slow --timeout 600 $(ARGS)

@@ -96,10 +96,11 @@ def test_secrets_have_16_bytes_or_more(tmp_path: Path) -> None:
 
 
 def test_phrases_are_stretched_and_random_bytes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    stretched = []
+    stretched, memory = [], []
 
-    def scrypt(secret: bytes, **_: object) -> bytes:
+    def scrypt(secret: bytes, *, n: int, r: int, p: int, **_: object) -> bytes:
         stretched.append(secret)
+        memory.append(128 * n * r * p)
         return bytes(32)
 
     monkeypatch.setattr("hashlib.scrypt", scrypt)
@@ -107,6 +108,7 @@ def test_phrases_are_stretched_and_random_bytes_are_not(monkeypatch: pytest.Monk
     for secret in [*phrases, b"0123456789abcdef" * 2, bytes(range(240, 256))]:
         assert len(key_of(secret, "a token of this test")) == 32
     assert stretched == phrases
+    assert set(memory) == {32 << 20}  # bytes of each try, which takes about a tenth of a second
 
 
 def test_keys_depend_on_secret_and_group() -> None:

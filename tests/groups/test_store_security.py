@@ -228,6 +228,28 @@ def test_forged_entry_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
         assert [info.name for info in group[0].get_worker_infos()] == ["w0"]
 
 
+@pytest.mark.openssl
+@pytest.mark.parametrize("kind", ["leave", "lose"])
+def test_forged_removal(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Members ignore an entry that says that one of them has left or is lost."""
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    with cluster(2, GIVEN, store=store, dynamic=True) as group:
+        membership = group[0]._worker.membership
+        assert membership is not None
+        epoch = membership.log.view.epoch + 1
+        removal = (
+            [1, 1, group[1]._worker.incarnation] if kind == "leave" else [2, 1, group[1]._worker.incarnation, "gone"]
+        )
+        store.compare_set(f"log/{epoch:010}", "", json.dumps([[epoch, *removal], ""]))
+        for worker in group:
+            assert worker._worker.membership is not None
+            worker._worker.membership.refresh()
+            assert worker._worker.membership.log.view.epoch == epoch
+            assert [info.name for info in worker.get_worker_infos()] == ["w0", "w1"]
+        assert group[0].rpc_sync("w1", abs, (-1,)) == 1
+        assert f"the entry of epoch {epoch} of the group has no effect" in caplog.text
+
+
 def test_sealed_entries() -> None:
     entry = sealed([1, "a"], GROUP)
     assert unsealed(entry, GROUP) == unsealed(entry, None) == [1, "a"]

@@ -42,6 +42,35 @@ def test_with_a_secret_every_byte_on_tcp_is_encrypted() -> None:
             assert plain.encode() not in sent
 
 
+def extensions_of(hello: bytes) -> dict[int, bytes]:
+    """Return the extensions of a ClientHello by type; RFC 8446, section 4.1.2."""
+    assert hello[0] == 22, "not a record of the handshake"
+    at = 5 + 4 + 2 + 32  # the headers of record and message, the version, the random bytes
+    at += 1 + hello[at]  # the session's id
+    at += 2 + int.from_bytes(hello[at : at + 2], "big")  # the ciphers
+    at += 1 + hello[at]  # the compression methods
+    at += 2
+    found = {}
+    while at < len(hello):
+        kind, size = (int.from_bytes(hello[at + i : at + i + 2], "big") for i in (0, 2))
+        found[kind] = hello[at + 4 : at + 4 + size]
+        at += 4 + size
+    return found
+
+
+def test_each_connection_has_keys_that_the_secret_does_not_give() -> None:
+    """The only mode on offer adds a fresh Diffie-Hellman exchange: psk_dhe_ke."""
+    key_share, exchange_modes, psk_dhe_ke = 51, 45, 1
+    shares = set()
+    for _ in range(2):
+        with cluster(2, ENCRYPTED, graceful=False, check=False) as w, wire(w[0], w[1]) as between:
+            assert w[0].rpc_sync("w1", reversed_text, (MARK,)) == MARK[::-1]
+            found = extensions_of(between.recorded[0])
+        assert found[exchange_modes] == bytes([1, psk_dhe_ke])
+        shares.add(found[key_share])
+    assert len(shares) == 2
+
+
 def test_without_encryption_an_observer_reads_everything() -> None:
     """The test above is not vacuous, and the option works."""
     plain = Options(secret=SECRET, encryption="off", transports=("tcp",))
