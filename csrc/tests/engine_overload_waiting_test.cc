@@ -72,6 +72,20 @@ CASE(one_way_bytes_to_a_peer_without_a_connection_end_in_its_loss) {
   CHECK_EQ(limit(a, "send_queue_bytes").used, 0u);
 }
 
+/// A message whose thread waits is admitted. When the thread stops waiting, its copy counts as forced.
+CASE(copies_of_messages_whose_threads_stopped_waiting_end_a_session) {
+  constexpr std::size_t kHuge = 100 << 20;
+  Worker a(0, with_load({.send_queue = 1}));
+  Puppet p(1);
+  p.meet(a);
+  Request huge;
+  huge.segments = {std::string(kHuge, 'x')};
+  huge.timeout = 50 * kMillisecond;
+  CHECK(a.call(1, std::move(huge)).status == CallStatus::kTimedOut);
+  // The cancellation of the call is one more message in the queue.
+  CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "send_queue_bytes: 1");
+}
+
 /// A caller that may wait does so before a queue is full.
 CASE(callers_wait_for_the_window_without_a_connection) {
   Settings s = with_load({.send_queue = 100 * kLarge});
