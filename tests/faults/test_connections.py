@@ -26,7 +26,7 @@ def times_on_itself(x: torch.Tensor) -> torch.Tensor:
 
 def test_a_context_whose_root_is_lost_leaves_nothing() -> None:
     """The connection breaks at the first gradients; the program leaves the context."""
-    with cluster(2, Options(faults=str(Plan()))) as group:
+    with cluster(2, Options(faults=str(Plan()), resume=False)) as group:
         for _ in range(30):
             cut = Rule("cut", "w0", "w1", "backward")
             faults.add(cut)
@@ -43,7 +43,7 @@ def test_a_context_whose_root_is_lost_leaves_nothing() -> None:
 @pytest.mark.parametrize("arguments", [((1, 2),), ({1, 2},)], ids=["by the codec", "by pickle"])
 def test_a_creation_right_after_a_loss_is_kept_or_lost_at_both_ends(arguments: Any) -> None:
     """The call fails before the loss is processed; the session may have ended."""
-    with cluster(2, Options(faults=str(Plan()))) as group:
+    with cluster(2, Options(faults=str(Plan()), resume=False)) as group:
         for _ in range(30):
             cut = Rule("cut", "w1", "w0", "value")
             faults.add(cut)
@@ -87,7 +87,7 @@ def test_a_cut_at_each_message_of_a_call(kind: str) -> None:
     """Each call runs at most once, and the next one works."""
     source, destination = ("w0", "w1") if kind == "call" else ("w1", "w0")
     runs: Local[list[int]] = Local([])
-    with cluster(2, Options(faults=str(Plan()))):
+    with cluster(2, Options(faults=str(Plan()), resume=False)):
         for number in range(0, 20, 2):
             faults.add(Rule("cut", source, destination, kind, nth=2))
             assert rpc.rpc_sync("w1", count, (runs, number)) == number
