@@ -123,7 +123,7 @@ ROWS = (
         "S1.13",
         "smaller ones: shutdown and a silent store, two closes at once",
         (
-            *_of("groups/test_silent_store.py", "test_shutdown_does_not_wait_for_the_store"),
+            *_of("groups/test_silent_store.py", "test_a_member_leaves_while_the_stores_host_is_stopped"),
             *_of("failures/test_shutdowns.py", "test_a_second_shutdown_waits_for_the_first"),
         ),
     ),
@@ -195,7 +195,17 @@ ROWS = (
     Row(
         "S3.5", "processes of another user", _of(_HOSTILE, "test_process_of_another_user_is_rejected_on_the_same_host")
     ),
-    Row("S3.6", "members", _of(_HOSTILE, "test_a_members_id_cannot_be_reused")),
+    Row(
+        "S3.6",
+        "members",
+        (
+            *_of(_HOSTILE, "test_a_members_id_cannot_be_reused"),
+            *_of("engine_sessions_test.cc", "an_older_process_is_refused"),
+            *_of("security/test_allow_list.py", "test_other_functions_are_refused"),
+            *_of("security/test_no_pickle.py", "test_no_pickle_in_a_request_is_loaded"),
+            *_of("security/test_encryption.py", "test_a_worker_with_the_certificate_of_another_is_refused"),
+        ),
+    ),
     # Sessions, section 4: limits
     Row(
         "S4 replies",
