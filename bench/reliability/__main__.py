@@ -14,7 +14,7 @@ from bench.reliability.detection import MEASUREMENTS, measure
 from bench.reliability.page import page
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("tests/failures", "tests/groups", "tests/protocols", "tests/security")
+FOLDERS = ("tests/failures", "tests/faults", "tests/groups", "tests/protocols", "tests/security")
 
 
 def commit() -> str:
