@@ -83,6 +83,7 @@ class Faults:
         else:
             self._group.kill(victim)
         if kind == "kill, new name":
+            fault.noticed_after = LIMIT  # its successor does not announce its loss
             self._named += 1
             self._changing[number] = f"n{self._named}"
         self._group.join(self._changing[number])

@@ -30,13 +30,15 @@ class Fault:
     begun: float
     ended: float = float("inf")
     allows: tuple[str, ...] = ()  # errors besides those of a loss
+    noticed_after: float = 0.0  # s until all have noticed it at the latest, also after `ended`
 
     def explains(self, failure: Failure) -> bool:
         if failure.error in HUNG and failure.error not in self.allows:
             return False
         if not set(self.members) & set(failure.members):
             return False
-        return self.begun - 0.5 <= failure.ended and failure.begun <= self.ended + SLACK
+        last = max(self.ended, self.begun + self.noticed_after) + SLACK
+        return self.begun - 0.5 <= failure.ended and failure.begun <= last
 
 
 @dataclass

@@ -32,6 +32,12 @@ def test_failures_that_a_fault_explains(found: Failure, explained: bool) -> None
     assert not Fault("short stop", (), 10.5, 12.0).explains(found)
 
 
+def test_calls_of_a_dead_worker_may_fail_until_all_have_noticed() -> None:
+    late = Failure("call", ("c0", "c1"), 15.0, 15.5, "WorkerLost", "lost")
+    assert not Fault("kill", ("c1",), 10.5, 12.0).explains(late)
+    assert Fault("kill, new name", ("c1",), 10.5, 12.0, noticed_after=6.0).explains(late)
+
+
 def test_counts_of_a_run() -> None:
     ledger = Ledger(faults=[Fault("kill", ("c1",), 10.5, 12.0), Fault("short stop", (), 10.5)])
     ledger.add(
