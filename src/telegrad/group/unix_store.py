@@ -91,7 +91,8 @@ _open: "weakref.WeakSet[UnixStoreServer]" = weakref.WeakSet()
 def close_servers(seconds: float) -> None:
     """Close the servers of this process, and wait for their threads.
 
-    Runs at interpreter exit, after the workers are closed. A daemon thread that is inside torch's store when the interpreter exits crashes the process.
+    Runs at interpreter exit, after the workers are closed. A daemon thread that is inside torch's store when the
+    interpreter exits crashes the process.
 
     Args:
         seconds: Limit of the wait.
