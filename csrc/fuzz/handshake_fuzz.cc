@@ -61,7 +61,7 @@ class Talk {
 
   void check() const {
     const Handshake &a = initiator_.handshake, &b = acceptor_.handshake;
-    // WELCOME carries no MAC. An attacker who forges it in plain text opens the initiator's end only.
+    // WELCOME carries no MAC: in plain text, an attacker can forge it, but opens only the initiator's end.
     if (acceptor_.open) require(initiator_.proven && acceptor_.proven, "the acceptor opens once both are proven");
     if (initiator_.open) require(initiator_.proven, "the initiator opens once the acceptor is proven");
     if (initiator_.open && acceptor_.open) {

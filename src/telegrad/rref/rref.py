@@ -182,11 +182,10 @@ class RRef(Generic[T_co]):
                 raise strip_own_frames(error)
         introduce = self._creation is None and not references.confirmed(self.id)
         try:
-            fetched = calls.client.call(self.owner_id, None, (), _NO_KWARGS, limit, self, introduce)
+            value: T_co = calls.client.call(self.owner_id, None, (), _NO_KWARGS, limit, self, introduce)
         except TelegradError as error:
             raise self._on_error(error)
         self._is_created = True
-        value: T_co = fetched
         return value
 
     def get_attr(self, name: str, timeout: float = UNSET) -> Any:
@@ -261,17 +260,15 @@ class RRef(Generic[T_co]):
 
     def _check(self) -> None:
         """Raise an error if the reference cannot be used."""
-        if self._creation is not None:
-            self._creation.mark_used()
+        self._mark_used()
         self._worker.references.check(self.id, self.owner_id)
 
     def _on_error(self, error: TelegradError) -> TelegradError:
         """Return an error of a use of the value, as the program gets it.
 
-        It has no frames of Telegrad, and the loss of the owner is an `OwnerLost`. If the creation has failed meanwhile,
-        this worker knows the reason better than the owner.
+        It has no frames of Telegrad, and the loss of the owner is an `OwnerLost`.
         """
-        if isinstance(error, RRefTimeout):
+        if isinstance(error, RRefTimeout):  # if the creation has failed meanwhile, this worker knows the reason
             error = self._worker.references.unusable_reason(self.id, self.owner_id) or error
         if type(error) is WorkerLost and error.name == self.owner_name():
             error = OwnerLost(error.name, error.why, str(self.id), error.incarnation)
