@@ -110,7 +110,8 @@ codec::Codec* make_codec() {
   const auto type = nb::borrow<nb::type_object>(types()["Tensor"]);
   codec::TensorBridge bridge(type, capsule, types()["encode"], types()["decode"], nb::make_tuple("byte"), nb::none(),
                              nb::none(), nb::none());
-  auto* made = new codec::Codec(std::move(bridge), 64);
+  constexpr std::uint64_t kMaxObjects = 1000;  // inputs can exceed it
+  auto* made = new codec::Codec(std::move(bridge), 64, kMaxObjects, nb::borrow(codec::codec_error()));
   made->add_extension({nb::borrow<nb::type_object>(types()["Ref"]), 1, types()["pack"], types()["Ref"]});
   return made;
 }
