@@ -151,7 +151,7 @@ void Sender::flush(const ConnectionPtr& c) {
   {
     std::lock_guard lock(c->send_mutex);
     const bool buffered = c->link->flush() == SendState::kBlocked;
-    bool waits_for_fd = !buffered || c->link->waits_for_fd();
+    bool waits_for_fd = !(buffered || c->link->sends_again()) || c->link->waits_for_fd();
     c->progress.fetch_add(1, std::memory_order_relaxed);
     c->stalled.store(false, std::memory_order_relaxed);
     while (!buffered && !(c->queue.empty() && c->overtaking.empty())) {
@@ -165,7 +165,7 @@ void Sender::flush(const ConnectionPtr& c) {
       if (state != SendState::kSent) break;  // the leader reports a broken link
       done.push_back(dequeue(*c, queue));
     }
-    const bool left = buffered || !c->queue.empty() || !c->overtaking.empty();
+    const bool left = buffered || !c->queue.empty() || !c->overtaking.empty() || c->link->sends_again();
     watch_writable(*c, left && waits_for_fd);
   }
   parts_.peers.open_lanes(c);

@@ -102,6 +102,10 @@ class Link {
   /// Sends the buffered messages. After kBlocked, as for `send`, call again when the link is writable.
   virtual SendState flush() { return SendState::kSent; }
 
+  /// Returns whether the link itself sends a large message again (Resumable). Call `flush` when it is writable; others
+  /// are sent meanwhile.
+  virtual bool sends_again() const { return false; }
+
   /// Leases `size` bytes of the link's memory. Returns nothing if the link has no memory to lease, all of it is in use,
   /// or it is allocated only after this first request of its size. Any thread; never blocks, never throws.
   virtual std::optional<LinkLease> lease([[maybe_unused]] std::size_t size) { return std::nullopt; }

@@ -218,6 +218,33 @@ CASE(a_large_request_of_a_waiting_caller_arrives) {
   g.check_no_loss();
 }
 
+/// Small calls are sent between the parts of a large message that is sent again.
+CASE(small_calls_do_not_wait_for_what_is_sent_again) {
+  Group g;
+  constexpr std::size_t kLarge = 64 << 20;
+  for (const std::int64_t left : {kLarge / 2, kLarge - 10'000}) {
+    const int accepted = g.relay->accepted;
+    g.relay->left = left;
+    std::atomic<bool> done = false;
+    std::thread large([&] {
+      const std::string body = "short large " + std::to_string(left);
+      CHECK_EQ(body_of(g.call(*g.a, 1, body, {std::string(kLarge, 'x')})), body);
+      done = true;
+    });
+    while (g.relay->accepted == accepted) std::this_thread::yield();
+    int passed = 0;
+    for (int n = 0; !done; ++n) {
+      const std::string body = std::to_string(left) + "." + std::to_string(n);
+      CHECK_EQ(body_of(g.call(*g.a, 1, body)), body);
+      if (!done) ++passed;
+    }
+    large.join();
+    CHECK(passed >= 5);
+  }
+  g.check_each_ran_once();
+  g.check_no_loss();
+}
+
 /// The caller may change its tensor from then on, so nothing of it is kept.
 CASE(a_caller_that_gives_up_gets_its_memory_back) {
   Group g(20 * kSecond);

@@ -150,6 +150,149 @@ CASE(what_has_overtaken_is_acknowledged_after_a_break) {
   CHECK(p.ends[0].link->takes_between());
 }
 
+/// Sends a large message whole, and breaks the connection before its end has been read.
+Message send_and_break(Pair& p, FrameType type) {
+  Random random(18);
+  Message large = random_message(random, 3, {8 << 20});
+  large.header.type = type;
+  large.header.call_id = 1;
+  Outgoing out = large.outgoing();
+  out.owner = std::make_unique<KeepAlive>();  // of the memory, which does not change
+  out.immutable = true;
+  while (p.ends[0].link->send(out) == SendState::kBlocked) p.ends[1].link->receive(p.ends[1].inbox, kAnyBudget);
+  CHECK(p.ends[1].inbox.messages.empty());
+  p.resume(kWhole);
+  return large;
+}
+
+void complete(Pair& p, std::size_t messages) {
+  for (int turn = 0; p.ends[1].inbox.messages.size() < messages; ++turn) {
+    CHECK(turn < 10'000);
+    CHECK(p.ends[0].link->flush() != SendState::kBroken);
+    p.ends[1].link->receive(p.ends[1].inbox, kAnyBudget);
+  }
+}
+
+/// A small message is sent between the parts of a large one that is sent again.
+CASE(small_messages_overtake_what_is_sent_again) {
+  Pair p;
+  End& a = p.ends[0];
+  End& b = p.ends[1];
+  const Message large = send_and_break(p, FrameType::kRequest);
+  CHECK(a.link->flush() == SendState::kSent);
+  CHECK(a.link->sends_again());
+  CHECK(a.link->waits_for_fd());
+  Random random(19);
+  std::vector<Message> small;
+  for (std::uint64_t n = 0; n < 10; ++n) {
+    small.push_back(random_message(random, 20, {300}));
+    small.back().header.type = FrameType::kReply;
+    small.back().header.call_id = 2 + n;
+    Outgoing out = small.back().outgoing();
+    CHECK(!a.link->buffer(out));
+    while (a.link->send(out) == SendState::kBlocked) b.link->receive(b.inbox, kAnyBudget);
+    while (b.inbox.messages.size() == n) b.link->receive(b.inbox, kAnyBudget);
+  }
+  CHECK(a.link->sends_again());
+  complete(p, small.size() + 1);
+  CHECK(!a.link->sends_again());
+  for (std::size_t n = 0; n < small.size(); ++n) check_same(small[n], b.inbox.messages[n]);
+  check_same(large, b.inbox.messages.back());
+}
+
+/// So is the acknowledgement of what arrives meanwhile.
+CASE(acknowledgements_overtake_what_is_sent_again) {
+  Pair p;
+  End& a = p.ends[0];
+  End& b = p.ends[1];
+  const Message large = send_and_break(p, FrameType::kRequest);
+  CHECK(a.link->flush() == SendState::kSent);
+  Random random(23);
+  for (std::uint64_t n = 0; n < kMessagesPerAck; ++n) b.add(random_message(random, 5));
+  for (int turn = 0; b.link->waiting().any; ++turn) {
+    CHECK(turn < 1000);
+    b.step();
+    if (a.link->receive(a.inbox, kAnyBudget) == ReceiveState::kToSend) CHECK(a.link->flush() != SendState::kBroken);
+  }
+  CHECK(a.link->sends_again());
+  complete(p, 1);
+  check_same(large, b.inbox.messages[0]);
+}
+
+/// One large message is sent again after the other; the last of them was still being sent.
+CASE(large_messages_are_sent_again_one_by_one) {
+  for (const bool last_is_sent : {true, false}) {
+    Pair p(kWhole, true);
+    End& a = p.ends[0];
+    Random random(24);
+    for (std::uint64_t n = 0; n < 5; ++n) {
+      const std::vector<std::size_t> large{700};
+      a.add(random_message(random, 5, n == 3 ? std::vector<std::size_t>() : large));
+      a.to_send.back().header.call_id = n;
+      a.sending.push_back(std::make_unique<Outgoing>(a.to_send.back().outgoing()));
+      for (int turn = 0; turn < 1000 && a.link->send(*a.sending[n]) == SendState::kBlocked; ++turn) {
+        if (n == 4 && turn == 3 && !last_is_sent) break;
+      }
+    }
+    a.sent = last_is_sent ? 5 : 4;
+    p.resume(kWhole);
+    p.run();
+    p.check_each_once();
+  }
+}
+
+/// By the order rules, these wait for the large message.
+CASE(some_messages_do_not_overtake_what_is_sent_again) {
+  for (const auto& [type, later] : {std::pair{FrameType::kOneway, FrameType::kOneway},
+                                    std::pair{FrameType::kRequest, FrameType::kCancel},
+                                    std::pair{FrameType::kRequest, FrameType::kGoodbye},
+                                    std::pair{FrameType::kRequest, FrameType::kRequest}}) {
+    Pair p;
+    End& a = p.ends[0];
+    End& b = p.ends[1];
+    const Message large = send_and_break(p, type);
+    Random random(20);
+    Message second = random_message(random, 3, {std::uint64_t{later == FrameType::kRequest ? 2u << 20 : 0u}});
+    second.header.type = later;
+    second.header.call_id = 1;
+    Outgoing out = second.outgoing();
+    for (int turn = 0; a.link->send(out) == SendState::kBlocked; ++turn) {
+      CHECK(turn < 10'000);
+      b.link->receive(b.inbox, kAnyBudget);
+    }
+    CHECK(!a.link->sends_again());
+    complete(p, 2);
+    check_same(large, b.inbox.messages[0]);
+    check_same(second, b.inbox.messages[1]);
+  }
+}
+
+/// The connection breaks while small messages are sent between the parts of a large one that is sent again.
+CASE(breaks_during_that_deliver_each_message_once) {
+  const auto fill = [](Pair& p) {
+    Random random(21);
+    for (End& e : p.ends) {
+      for (std::uint64_t n = 0; n < 12; ++n) {
+        Message m = n % 6 == 0 ? random_message(random, 200, {2000}, 2) : random_message(random, 5, {20}, 2);
+        m.header.type = n % 4 == 3 ? FrameType::kOneway : FrameType::kRequest;
+        m.header.call_id = n;
+        e.add(std::move(m));
+      }
+    }
+  };
+  Random random(22);
+  for (int round = 0; round < times(300); ++round) {
+    Pair p(static_cast<std::int64_t>(random.below(9000)), true);
+    fill(p);
+    for (int breaks = 0; !p.is_done(); ++breaks) {
+      CHECK(breaks < 100);
+      p.run();
+      if (!p.is_done()) p.resume(static_cast<std::int64_t>(random.below(breaks < 10 ? 4000 : 1 << 20)));
+    }
+    p.check_each_once();
+  }
+}
+
 /// The messages that were begun belong to a queue, which is cleared after `close`.
 CASE(a_closed_link_uses_no_message) {
   Random random(17);

@@ -36,6 +36,7 @@ class FaultyLink final : public Link, public HeldLink, public Resumable {
   SendState send_between(Outgoing& message) override { return send(message, between_); }
   bool takes_between() override { return inner_->takes_between(); }
   SendState flush() override;
+  bool sends_again() const override { return inner_->sends_again(); }
   bool waits_for_fd() const override { return !is_held() && inner_->waits_for_fd(); }
   ReceiveState receive(Inbox& inbox, std::size_t budget) override { return inner_->receive(inbox, budget); }
   int lanes_fd() const override { return timer_.get(); }

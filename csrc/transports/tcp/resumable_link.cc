@@ -3,6 +3,8 @@
 #include <new>
 #include <utility>
 
+#include "core/delivery_order.h"
+
 namespace telegrad {
 namespace {
 
@@ -69,6 +71,8 @@ SendState ResumableLink::send(Outgoing& m, Place& place) {
   if (suspended_) return SendState::kBlocked;
   SendState state = send_again();
   if (state == SendState::kSent) state = send_ack();
+  const bool begins = !place.is_under_way() && !has_arrived(place);
+  if (state == SendState::kSent && begins && large_again_ && !may_pass_large(m)) state = send_large_again();
   if (state == SendState::kSent && !place.begun && !begin(m, place)) return SendState::kBlocked;
   if (state == SendState::kSent) state = transmit(m, place);
   if (state == SendState::kSent) {
@@ -97,11 +101,10 @@ bool ResumableLink::begin(const Outgoing& m, Place& place) {
 /// Sends a message on the present connection, or the rest of it.
 SendState ResumableLink::transmit(Outgoing& m, Place& place) {
   place.message = &m;
-  if (std::exchange(place.rewinds, false)) {
-    if (place.number < resumed_at_) return SendState::kSent;  // it has arrived
-    rewind(m, now());
-  }
-  return &place == &between_ ? link_->send_between(m) : link_->send(m);
+  const bool arrived = has_arrived(place);
+  if (std::exchange(place.rewinds, false) && !arrived) rewind(m, now());
+  if (arrived) return SendState::kSent;
+  return &place == &between_ || large_again_ ? link_->send_between(m) : link_->send(m);
 }
 
 /// Keeps a message that has been sent.
@@ -118,7 +121,7 @@ void ResumableLink::end(Outgoing& m, Place& place) {
 
 bool ResumableLink::buffer(const Outgoing& m) {
   if (!keeps_) return link_->buffer(m);
-  if (suspended_ || front_.begun || between_.begun || again_ != kNone || ack_) return false;
+  if (suspended_ || front_.begun || between_.begun || again_ != kNone || large_again_ || ack_) return false;
   {
     std::lock_guard lock(kept_mutex_);
     if (incomplete_ || !unacknowledged_.has_room()) return false;
@@ -137,45 +140,79 @@ SendState ResumableLink::flush() {
   waits_for_link_ = true;
   SendState state = send_again();
   if (state == SendState::kSent) state = send_ack();
-  return state == SendState::kSent ? link_->flush() : state;
+  if (state == SendState::kSent) state = link_->flush();
+  const bool in_message = (front_.is_under_way() && !front_.large) || between_.is_under_way();
+  if (state == SendState::kSent && !in_message && send_large_again() == SendState::kBroken) state = SendState::kBroken;
+  return state;
 }
 
 /// Sends the messages that have not arrived over an earlier connection, in the order of their numbers. Returns kSent if
-/// there are no more.
+/// all have begun. A large one may still be under way.
 SendState ResumableLink::send_again() {
-  while (again_ != kNone) {
-    if (front_.begun && again_ == front_.number && front_.large) {  // others that have overtaken it follow
-      const SendState state = transmit(*front_.message, front_);
-      if (state == SendState::kBroken) return state;
-      if (state == SendState::kSent) {
-        end(*front_.message, front_);
-        front_.sent = true;
-      }
-      ++again_;
-      continue;
-    }
-    if (!message_again_) {
-      const bool begun = (front_.begun && again_ == front_.number) || (between_.begun && again_ == between_.number);
-      std::lock_guard lock(kept_mutex_);
-      if (begun || again_ >= unacknowledged_.end()) {  // what has begun is sent by its own call
-        again_ = kNone;
-        break;
-      }
-      try {
-        message_again_ = unacknowledged_.again(again_, now(), released_);
-      } catch (const std::bad_alloc&) {
-        incomplete_ = true;
-        link_->close();
-        return SendState::kBlocked;
-      }
-    }
-    const SendState state =
-        front_.begun && front_.number < again_ ? link_->send_between(*message_again_) : link_->send(*message_again_);
+  SendState state = SendState::kSent;
+  while (again_ != kNone && state == SendState::kSent) state = send_next_again();
+  return state;
+}
+
+/// Sends message `again_` and continues with the next one. Returns kSent if it has been sent, or is large and has begun.
+SendState ResumableLink::send_next_again() {
+  const bool is_front = front_.begun && again_ == front_.number;
+  if (is_front && front_.large) {
+    SendState state = send_large_again();
     if (state != SendState::kSent) return state;
-    message_again_.reset();
+    state = transmit(*front_.message, front_);
+    if (state == SendState::kBroken) return state;
+    if (state == SendState::kSent) {
+      end(*front_.message, front_);
+      front_.sent = true;
+    }
     ++again_;
+    return SendState::kSent;
   }
-  return SendState::kSent;
+  if (!message_again_) {
+    std::lock_guard lock(kept_mutex_);
+    const bool is_between = between_.begun && again_ == between_.number;
+    if (is_front || is_between || again_ >= unacknowledged_.end()) {  // what has begun is sent by its own call
+      again_ = kNone;
+      return SendState::kSent;
+    }
+    try {
+      message_again_ = unacknowledged_.again(again_, now(), released_);
+    } catch (const std::bad_alloc&) {
+      incomplete_ = true;
+      link_->close();
+      return SendState::kBlocked;
+    }
+  }
+  SendState state = SendState::kSent;
+  if (large_again_ && !may_pass_large(*message_again_)) state = send_large_again();
+  if (state != SendState::kSent) return state;
+  if (link_->is_large(*message_again_) && !front_.is_under_way()) {
+    large_again_ = std::move(message_again_);
+    state = send_large_again();
+    if (state == SendState::kBlocked) state = SendState::kSent;
+  } else {
+    const bool between = large_again_ || front_.is_under_way();
+    state = between ? link_->send_between(*message_again_) : link_->send(*message_again_);
+  }
+  if (state != SendState::kSent) return state;
+  message_again_.reset();
+  ++again_;
+  return state;
+}
+
+/// Sends a part of the large message that is sent again. Returns kSent if none is left.
+SendState ResumableLink::send_large_again() {
+  if (!large_again_) return SendState::kSent;
+  const SendState state = link_->send(*large_again_);
+  if (state == SendState::kSent) large_again_.reset();
+  return state;
+}
+
+bool ResumableLink::may_pass_large(const Outgoing& m) const {
+  DeliveryOrder before;
+  before.add(large_again_->header);
+  return !link_->is_large(m) && before.may_overtake(m.header);
 }
 
 /// Sends a due acknowledgement, unless another message has begun that is not large. Returns kSent if a message may
@@ -192,10 +229,10 @@ SendState ResumableLink::send_ack() {
       ack.header.call_id = arrived_now_.count;
       ack.header.timeout = static_cast<std::int64_t>(arrived_now_.end);
     }
-    if (!front_.begun && link_->buffer(ack)) return SendState::kSent;
+    if (!front_.begun && !large_again_ && link_->buffer(ack)) return SendState::kSent;
     ack_.emplace(std::move(ack));
   }
-  const SendState state = front_.begun ? link_->send_between(*ack_) : link_->send(*ack_);
+  const SendState state = front_.begun || large_again_ ? link_->send_between(*ack_) : link_->send(*ack_);
   if (state == SendState::kSent) ack_.reset();
   return state;
 }
@@ -292,6 +329,7 @@ std::uint64_t ResumableLink::suspend() {
   link_->close();
   arrived_.clear();
   message_again_.reset();
+  large_again_.reset();
   ack_.reset();
   for (Place* place : {&front_, &between_}) place->rewinds = place->begun;
   base_ = received_.count();

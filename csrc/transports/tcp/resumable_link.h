@@ -3,8 +3,8 @@
 // From the end of the handshake on, the link counts the messages of both directions and keeps those that it has sent,
 // until the other end acknowledges them (delivery.h). If the connection breaks, the engine suspends the link, makes
 // another connection (core/peers_resume.cc), in whose handshake both ends state how many messages have arrived, and
-// continues the link on it. The rest is sent again, so each message is delivered once. While it is suspended, the link
-// blocks every message.
+// continues the link on it. The rest is sent again, so each message is delivered once. Others are sent between the parts
+// of a large one, by the order rules (core/delivery_order.h). While it is suspended, the link blocks every message.
 //
 // Acknowledgements are frames of type kAck without a number: call_id and timeout are `count` and `end` of an
 // Acknowledgement. They go between two messages, or between the parts of a large one.
@@ -42,7 +42,8 @@ class ResumableLink final : public Link, public Resumable {
   std::size_t lanes() const override { return current()->lanes(); }
   int lanes_fd() const override { return current()->lanes_fd(); }
   void poll_lanes() override { link_->poll_lanes(); }
-  bool waits_for_fd() const override { return waits_for_link_ && link_->waits_for_fd(); }
+  bool waits_for_fd() const override { return (waits_for_link_ || large_again_) && link_->waits_for_fd(); }
+  bool sends_again() const override { return large_again_ != nullptr; }
   std::vector<int> descriptors() const override;
   void set_limits(const Limits& limits) override;
   void close() override;
@@ -75,6 +76,8 @@ class ResumableLink final : public Link, public Resumable {
     bool large = false;
     bool sent = false;            // `send_again` has sent the rest of it
     Outgoing* message = nullptr;  // the caller's, if it is large
+
+    bool is_under_way() const { return begun && !rewinds; }
   };
 
   std::shared_ptr<Link> current() const {
@@ -85,7 +88,11 @@ class ResumableLink final : public Link, public Resumable {
   bool begin(const Outgoing& message, Place& place);
   SendState transmit(Outgoing& message, Place& place);
   void end(Outgoing& message, Place& place);
+  bool has_arrived(const Place& place) const { return place.rewinds && place.number < resumed_at_; }
   SendState send_again();
+  SendState send_next_again();
+  SendState send_large_again();
+  bool may_pass_large(const Outgoing& message) const;
   SendState send_ack();
   void take(Incoming&& message, Inbox& inbox);
   void on_ack(const Acknowledgement& arrived);
@@ -117,6 +124,7 @@ class ResumableLink final : public Link, public Resumable {
   std::uint64_t again_ = UINT64_MAX;  // next message to send again; UINT64_MAX: none
   std::uint64_t resumed_at_ = 0;      // number of the first message that is sent on this connection
   std::unique_ptr<Outgoing> message_again_;
+  std::unique_ptr<Outgoing> large_again_;  // a large one before it, between whose parts others are sent
   std::optional<Outgoing> ack_;  // an acknowledgement of which a part may have been sent
 
   // Receiving thread only.
