@@ -129,6 +129,7 @@ struct Pair {
   /// Continues on another connection; what is in the handshake may be lost, as when its last frame is.
   void resume(std::int64_t cut) {
     auto links = connect(cut);
+    for (const End& e : ends) CHECK(e.link->may_resume());
     const std::uint64_t a = ends[0].link->suspend(), b = ends[1].link->suspend();
     CHECK(ends[0].link->resume(*links[0], b));
     CHECK(ends[1].link->resume(*links[1], a));

@@ -71,8 +71,7 @@ SendState ResumableLink::send(Outgoing& m, Place& place) {
   if (suspended_) return SendState::kBlocked;
   SendState state = send_again();
   if (state == SendState::kSent) state = send_ack();
-  const bool begins = !place.is_under_way() && !has_arrived(place);
-  if (state == SendState::kSent && begins && large_again_ && !may_pass_large(m)) state = send_large_again();
+  if (state == SendState::kSent && large_again_ && !may_pass_large(m)) state = send_large_again();
   if (state == SendState::kSent && !place.begun && !begin(m, place)) return SendState::kBlocked;
   if (state == SendState::kSent) state = transmit(m, place);
   if (state == SendState::kSent) {
@@ -154,7 +153,8 @@ SendState ResumableLink::send_again() {
   return state;
 }
 
-/// Sends message `again_` and continues with the next one. Returns kSent if it has been sent, or is large and has begun.
+/// Sends message `again_` and continues with the next one. Returns kSent if it has been sent, or is large and has
+/// begun.
 SendState ResumableLink::send_next_again() {
   const bool is_front = front_.begun && again_ == front_.number;
   if (is_front && front_.large) {

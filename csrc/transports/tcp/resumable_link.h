@@ -3,8 +3,9 @@
 // From the end of the handshake on, the link counts the messages of both directions and keeps those that it has sent,
 // until the other end acknowledges them (delivery.h). If the connection breaks, the engine suspends the link, makes
 // another connection (core/peers_resume.cc), in whose handshake both ends state how many messages have arrived, and
-// continues the link on it. The rest is sent again, so each message is delivered once. Others are sent between the parts
-// of a large one, by the order rules (core/delivery_order.h). While it is suspended, the link blocks every message.
+// continues the link on it. The rest is sent again, so each message is delivered once. Others are sent between the
+// parts of a large one, by the order rules (core/delivery_order.h). While it is suspended, the link blocks every
+// message.
 //
 // Acknowledgements are frames of type kAck without a number: call_id and timeout are `count` and `end` of an
 // Acknowledgement. They go between two messages, or between the parts of a large one.
@@ -125,7 +126,7 @@ class ResumableLink final : public Link, public Resumable {
   std::uint64_t resumed_at_ = 0;      // number of the first message that is sent on this connection
   std::unique_ptr<Outgoing> message_again_;
   std::unique_ptr<Outgoing> large_again_;  // a large one before it, between whose parts others are sent
-  std::optional<Outgoing> ack_;  // an acknowledgement of which a part may have been sent
+  std::optional<Outgoing> ack_;            // an acknowledgement of which a part may have been sent
 
   // Receiving thread only.
   Received received_;
