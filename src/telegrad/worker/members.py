@@ -9,7 +9,10 @@ from telegrad.errors import UnknownWorker, WorkerLost
 from telegrad.group.rendezvous import Member
 from telegrad.types import WorkerInfo
 
-__all__ = ["Members"]
+__all__ = ["MAX_RETIRED", "Members"]
+
+MAX_RETIRED = 4096
+"""Workers that have left a dynamic group and are remembered, for messages."""
 
 
 class Members:
@@ -31,7 +34,7 @@ class Members:
         self._refresh = refresh
         self._ends: dict[str | int, tuple[WorkerInfo, str]] = {}  # workers that died in a dynamic group, and the reason
         self._members: dict[int, Member] = {}
-        self._retired: set[int] = set()  # ids of workers that have left the group
+        self._retired: dict[int, str] = {}  # ids and names of workers that have left the group, the first one first
         self._incarnations: dict[int, int] = {}  # of the newest known processes
         self._names: dict[int, str] = {info.id: info.name}  # also of retired ids, for messages
         self._lock = threading.Lock()
@@ -52,7 +55,7 @@ class Members:
             self._incarnations[member.id] = member.incarnation
             self.by_key[member.name] = self.by_key[member.id] = info
             was_retired = member.id in self._retired
-            self._retired.discard(member.id)
+            self._retired.pop(member.id, None)
             self._ends.pop(member.name, None)
             self._ends.pop(member.id, None)
         replaced = known is not None and known.incarnation != member.incarnation
@@ -70,10 +73,26 @@ class Members:
             if member is not None:
                 self.by_key.pop(member.name, None)
                 self.by_key.pop(worker_id, None)
-                self._retired.add(worker_id)
+                self._retired[worker_id] = member.name
                 if death:
                     end = WorkerInfo(member.name, worker_id), death
                     self._ends[member.name] = self._ends[worker_id] = end
+            while len(self._retired) > MAX_RETIRED:
+                self._forget(next(iter(self._retired)))
+
+    def _forget(self, worker_id: int) -> None:
+        """Forget a worker that has left. Requires the lock."""
+        name = self._retired.pop(worker_id)
+        self._ends.pop(worker_id, None)
+        end = self._ends.get(name)
+        if end is not None and end[0].id == worker_id:  # no later worker of this name
+            del self._ends[name]
+        self._names.pop(worker_id, None)
+        self._incarnations.pop(worker_id, None)
+        self.connected.pop(worker_id, None)
+        self.lost.pop(worker_id, None)
+        self.departed.discard(worker_id)
+        self.gone_at_shutdown.discard(worker_id)
 
     def get(self, worker_id: int) -> Member | None:
         """Return the record of another worker; None if it is not in the group."""
