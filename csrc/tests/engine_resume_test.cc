@@ -319,28 +319,35 @@ CASE(a_worker_without_the_option_loses_the_session) {
   CHECK_EQ(g.relay->accepted.load(), before);
 }
 
+std::string read_text(int fd) {
+  char buffer[100];
+  const ssize_t n = ::read(fd, buffer, sizeof buffer);
+  CHECK(n > 0);
+  return {buffer, static_cast<std::size_t>(n)};
+}
+
+void write_text(int fd, const std::string& text) {
+  CHECK_EQ(::write(fd, text.data(), text.size()), static_cast<ssize_t>(text.size()));
+}
+
 /// A process that is killed is lost at once, at the end that dialed and at the one that was dialed.
 CASE(a_killed_process_on_this_host_is_lost_at_once) {
   for (const bool dials : {true, false}) {
-    Worker a(0, resuming(0, 60 * kSecond));
-    a.listen("tcp");
-    int pipes[2];
-    CHECK_EQ(::pipe(pipes), 0);
-    const pid_t child = ::fork();
+    int up[2], down[2];
+    CHECK_EQ(::pipe(up) + ::pipe(down), 0);
+    const pid_t child = ::fork();  // before there are threads
     CHECK(child >= 0);
     if (child == 0) {
+      const std::string other = read_text(down[0]);
       Worker b(1, resuming(1, 60 * kSecond));
-      const std::string address = b.listen("tcp");
-      b.meet(a);
-      CHECK_EQ(::write(pipes[1], address.data(), address.size()), static_cast<ssize_t>(address.size()));
+      write_text(up[1], b.listen("tcp"));
+      b.engine->set_peer({.identity = Worker::settings_of(0).handshake.me, .addresses = {other}});
       if (!dials) CHECK_EQ(body_of(b.call(0, {.body = "x"})), "x");
       ::pause();
     }
-    char buffer[100];
-    const ssize_t n = ::read(pipes[0], buffer, sizeof buffer);
-    CHECK(n > 0);
-    a.engine->set_peer({.identity = Worker::settings_of(1).handshake.me,
-                        .addresses = {std::string(buffer, static_cast<std::size_t>(n))}});
+    Worker a(0, resuming(0, 60 * kSecond));
+    write_text(down[1], a.listen("tcp"));
+    a.engine->set_peer({.identity = Worker::settings_of(1).handshake.me, .addresses = {read_text(up[0])}});
     if (dials) {
       CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
     } else {
@@ -354,8 +361,7 @@ CASE(a_killed_process_on_this_host_is_lost_at_once) {
     a.wait_for_event(EventKind::kPeerLost);
     CHECK(now() - killed < kSecond);
     CHECK_EQ(::waitpid(child, nullptr, 0), child);
-    ::close(pipes[0]);
-    ::close(pipes[1]);
+    for (const int fd : {up[0], up[1], down[0], down[1]}) ::close(fd);
   }
 }
 
