@@ -46,7 +46,7 @@ struct Stage {
     p.send(m);
     a.handled.wait_for(1);
   }
-  /// Receives up to the next large message, which is moved to `large`. Returns those before it.
+  /// Receives up to the next large message, which is moved to `large`. Returns those before it. A slow worker may ping.
   std::vector<Incoming> before_large() {
     std::vector<Incoming> found;
     while (true) {
@@ -56,7 +56,7 @@ struct Stage {
         large = std::move(m);
         return found;
       }
-      found.push_back(std::move(m));
+      if (m.header.type != FrameType::kPing) found.push_back(std::move(m));
     }
   }
   Worker a;
