@@ -24,7 +24,7 @@ cmake --build "$folder" | { grep -v 'no work to do' || true; }
 
 export ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1:strict_string_checks=1
 export UBSAN_OPTIONS=print_stacktrace=1
-export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1:die_after_fork=0 # some tests fork beside the watchdog's thread
+export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1:die_after_fork=0 # some tests fork
 
 if [ "$sanitizers" = thread ]; then
   export TELEGRAD_SLOW_TESTS=1 # the thread sanitizer is for `make test-slow`

@@ -224,7 +224,7 @@ CASE(acknowledgements_overtake_what_is_sent_again) {
   check_same(large, b.inbox.messages[0]);
 }
 
-/// One large message is sent again after the other; the last of them was still being sent.
+/// Large messages are sent again one after the other; the last of them was still being sent.
 CASE(large_messages_are_sent_again_one_by_one) {
   for (const bool last_is_sent : {true, false}) {
     Pair p(kWhole, true);
