@@ -67,7 +67,11 @@ ROWS = (
         "S1.5",
         "news of a loss overtakes messages of the next session",
         (
-            *tests_of(_SESSIONS, "test_messages_of_an_ended_session_count_nothing"),
+            *tests_of(
+                _SESSIONS,
+                "test_the_next_session_waits_until_the_end_of_the_last_is_handled",
+                "test_messages_of_an_ended_session_count_nothing",
+            ),
             *tests_of("engine_sessions_test.cc", "a_session_opens_after_the_loss_of_the_last"),
         ),
     ),
@@ -112,6 +116,7 @@ ROWS = (
         "S1.11",
         "contexts of a dead trainer",
         (
+            *tests_of("faults/test_connections.py", "test_requests_in_the_context_of_a_dead_trainer_leave_nothing"),
             *tests_of("autograd/test_contexts.py", "test_late_messages_leave_no_context"),
             *tests_of(_SESSIONS, "test_contexts_of_an_ended_session_end"),
             *tests_of("faults/test_connections.py", "test_a_context_whose_root_is_lost_leaves_nothing"),
@@ -328,6 +333,11 @@ ROWS = (
         "F13",
         "a wrong error from a pass next to a loss",
         (
+            *tests_of(
+                "faults/test_lost_passes.py",
+                "test_gradients_for_the_part_of_a_worker_with_a_loss",
+                "test_gradients_that_arrive_after_a_death",
+            ),
             *tests_of(_SCHEDULES, "test_a_few_schedules", "test_many_schedules"),
             *tests_of(_STEPS, "test_every_wait_ends_at_each_step"),
         ),
@@ -335,8 +345,18 @@ ROWS = (
     Row(
         "F14",
         "news of a loss without its incarnation",
-        tests_of(
-            "groups/test_member_changes.py", "test_the_connection_to_a_successor_stays_when_its_predecessor_is_lost"
+        (
+            *tests_of("faults/test_late_news.py", "test_the_successor_of_a_process_waits_for_the_news_of_its_end"),
+            *tests_of(
+                "groups/test_group_api.py",
+                "test_new_incarnation_drops_what_the_old_one_held",
+                "test_the_end_of_an_older_process_is_no_loss_of_the_newer",
+            ),
+            *tests_of("engine_sessions_test.cc", "the_end_of_an_older_incarnation_leaves_the_session_of_a_newer_one"),
+            *tests_of(
+                "groups/test_member_changes.py",
+                "test_the_connection_to_a_successor_stays_when_its_predecessor_is_lost",
+            ),
         ),
     ),
     Row(
@@ -371,6 +391,23 @@ ROWS = (
             "test_a_corrupted_header_ends_the_connection",
             "test_a_corrupted_body_is_rejected_by_tls",
             "test_corrupted_bodies_never_crash",
+        )
+        + tests_of(
+            _SCHEDULES, "test_a_few_schedules_with_damaged_messages", "test_many_schedules_with_damaged_messages"
+        ),
+    ),
+    Row(
+        "proof",
+        "a worker with a secret gives no information before the proof of its peer",
+        (
+            *tests_of(
+                "security/test_proof_order.py",
+                "test_a_peer_that_sends_nothing_gets_nothing",
+                "test_a_peer_that_says_hello_gets_a_nonce",
+                "test_a_peer_with_a_wrong_proof_gets_one_word",
+                "test_a_peer_cannot_leave_its_proof_out",
+            ),
+            *tests_of("handshake_attacks_test.cc", "the_initiator_proves_itself_first"),
         ),
     ),
     Row(
