@@ -37,7 +37,7 @@ from raw_peer_helpers import (
 from telegrad.errors import SerializationError, TelegradError
 from telegrad.rpc import Options
 from telegrad.serialize.tensor_layout import make_codec
-from telegrad.testing import Cluster, Gate, cluster, eventually
+from telegrad.testing import Cluster, Gate, ResourceSnapshot, cluster, eventually
 from telegrad.wire import BodyKind, Flag, Tag
 
 pytestmark = pytest.mark.openssl
@@ -102,6 +102,24 @@ def test_a_connection_without_bytes_is_not_logged(peer: RawPeer, caplog: pytest.
     peer.socket.close()
     eventually(lambda: peer.core.engine.stats()["connections"] == 2)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+def test_calls_next_to_many_unauthenticated_connections(transport: str) -> None:
+    """Each connection is closed when its handshake takes too long, or at once."""
+    with cluster(3, reachable(handshake_timeout=0.3)) as group:
+        assert group[0].rpc_sync("w1", abs, (-1,)) == 1
+        before = len(ResourceSnapshot.now().fds)
+        crowd = [RawPeer(group[1], transport) for _ in range(150)]
+        for number, raw in enumerate(crowd):
+            raw.send([b"", b"GET / HTTP/1.1\r\n\r\n", frame(HELLO, bytes(20))][number % 3])
+        for number in range(50):
+            assert group[0].rpc_sync("w1", abs, (-number,)) == group[1].rpc_sync("w0", abs, (-number,)) == number
+        for raw in crowd:
+            raw.ended()
+            raw.socket.close()
+        eventually(lambda: group[1]._worker.engine.stats()["connections"] == 1)
+        eventually(lambda: len(ResourceSnapshot.now().fds) <= before)
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])

@@ -1,18 +1,21 @@
 """Signals delivered to another thread interrupt waits of the main thread."""
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from telegrad import rpc
+from telegrad import autograd, rpc
 from telegrad.group.store_waits import within
-from telegrad.testing import Gate, eventually
+from telegrad.testing import Gate, assert_quiescent, cluster, eventually
 from telegrad.waits import wait_for
 from telegrad.worker import worker as worker_module
 
@@ -112,3 +115,67 @@ def test_a_value_that_is_being_created() -> None:
         assert made.to_here() is None
         del made
         worker.shutdown()
+
+
+# ---- waits for another worker
+
+
+class Waits(torch.autograd.Function):
+    """Identity whose backward enters a gate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gate: Gate) -> torch.Tensor:
+        ctx.gate = gate
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        enter(ctx.gate)
+        return gradients[0], None
+
+
+def waiting(x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    return Waits.apply(x, gate)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def run_backward(gate: Gate) -> None:
+    with autograd.context() as context_id:
+        x = torch.ones(2, requires_grad=True)
+        autograd.backward(context_id, [rpc.rpc_sync("w1", waiting, (x, gate)).sum()])
+
+
+def iterate(gate: Gate) -> None:
+    list(rpc.map(["w1"], enter, [gate]))
+
+
+WAITS: dict[str, Callable[[Gate], object]] = {
+    "rpc_sync": lambda gate: rpc.rpc_sync("w1", enter, (gate,)),
+    "wait": lambda gate: rpc.rpc_async("w1", enter, (gate,)).wait(),
+    "wait_all": lambda gate: rpc.wait_all([rpc.rpc_async("w1", enter, (gate,))]),
+    "to_here": lambda gate: rpc.remote("w1", enter, (gate,)).to_here(),
+    "backward": run_backward,
+    "map": iterate,
+}
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS.keys())
+def test_a_wait_for_another_worker(wait: Callable[[Gate], object], transport: str) -> None:
+    """The signal comes while the other worker is busy with it; both go on."""
+    with cluster(2, rpc.Options(transports=(transport,))) as group:
+        gate = Gate()
+
+        def interrupt() -> None:
+            gate.wait_for()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait(gate)
+        thread.join()
+        assert not gate.is_open(), "the reply has not ended the wait"
+        gate.open()
+        assert rpc.rpc_sync("w1", abs, (-1,)) == group[1].rpc_sync("w0", abs, (-1,)) == 1
+        for worker in group:
+            assert_quiescent(worker)

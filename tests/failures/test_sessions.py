@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.errors import OwnerLost, WorkerLost
+from telegrad.errors import OwnerLost, RpcTimeout, WorkerLost
 from telegrad.protocols.rref import Add, Ticket, TicketKind, UserState
 from telegrad.rpc import Options
 from telegrad.rref.creation import PendingCreation
-from telegrad.testing import Cluster, cluster, eventually
+from telegrad.testing import Cluster, Gate, cluster, eventually
 from telegrad.worker.refs.messages import as_plain
 
 TIMEOUT = 20.0
@@ -138,6 +138,40 @@ def test_messages_of_an_ended_session_count_nothing(w: Cluster) -> None:
     owner.settle(unknown, 1, None)
     assert owner.stats().owners == 1
     del held, late
+
+
+def test_the_next_session_waits_until_the_end_of_the_last_is_handled(
+    w: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its references would be lost with those of the ended one."""
+    owner, news = w[1]._worker, Gate()
+    on_peer_lost = owner.on_peer_lost
+
+    def handle_late(*arguments: Any) -> None:
+        news.enter()
+        on_peer_lost(*arguments)
+
+    held = w[0].remote("w1", dict)
+    assert held.to_here() == {}
+    monkeypatch.setattr(owner, "on_peer_lost", handle_late)
+    (end,) = accepted_sockets({int(each._worker.member.addresses[0].rpartition(":")[2]) for each in w})
+    with end:
+        end.shutdown(socket.SHUT_RDWR)
+    news.wait_for()
+    eventually(lambda: w[0]._worker.references.epoch_of(1) > 0)
+    made = w[0].remote("w1", list)
+    with pytest.raises(RpcTimeout):
+        w[0].rpc_sync("w1", abs, (-1,), timeout=0.3)
+    assert len(owner.references.leaks()) == 1, "that of the ended session"
+    news.open()
+    assert made.to_here() == []
+    assert w[0].rpc_sync("w1", abs, (-1,)) == 1
+    assert [sorted(leak.tokens) for leak in owner.references.leaks()] == [[0]], "that of the next session"
+    assert made.to_here() == []
+    with pytest.raises(OwnerLost):
+        held.to_here()
+    del made, held
+    eventually(lambda: owner.references.leaks() == [])
 
 
 def test_a_creation_ends_with_the_session_that_carried_it(w: Cluster) -> None:

@@ -195,12 +195,75 @@ def test_a_worker_with_busy_threads_is_not_lost() -> None:
         assert group[0]._worker.members.lost == {}
 
 
-def test_without_heartbeats_a_stopped_process_may_resume(tmp_path: Path) -> None:
-    with actors(2, tmp_path, local_heartbeat=0, heartbeat=0) as group:
-        group[0].do(call_many, "w1", 1)
-        stop(group[1])
-        step = group[0].begin(call_many, "w1", 1)
-        assert group[1].process.pid is not None
-        os.kill(group[1].process.pid, signal.SIGCONT)
-        assert step.result() == 1
-        shut_all_down(group)
+# ---- without heartbeats, a stopped process may resume
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def unwatched(request: Any, tmp_path: Path) -> Iterator[list[Actor]]:
+    with actors(3, tmp_path, transports=(request.param,), local_heartbeat=0, heartbeat=0, rpc_timeout=0) as group:
+        yield group
+
+
+def resume(actor: Actor) -> None:
+    assert actor.process.pid is not None
+    os.kill(actor.process.pid, signal.SIGCONT)
+
+
+def append(number: int) -> int:
+    state.setdefault("numbers", []).append(number)
+    return -number
+
+
+def numbers() -> list[int]:
+    return list(state["numbers"])
+
+
+def begin_to_append(to: str, count: int) -> None:
+    state["appending"] = [rpc.rpc_async(to, append, (number,), timeout=0) for number in range(count)]
+
+
+def appended() -> list[int]:
+    return rpc.wait_all(state.pop("appending"))
+
+
+def test_calls_to_a_stopped_process_run_once_when_it_resumes(unwatched: list[Actor]) -> None:
+    first, stopped, other = unwatched
+    assert first.do(call_many, "w1", 1) == 1
+    stop(stopped)
+    first.do(begin_to_append, "w1", 50)
+    waiting = first.begin(appended)
+    assert first.do(call_many, "w2", 10) == other.do(call_many, "w0", 10) == 10
+    assert not waiting.is_over
+    resume(stopped)
+    assert waiting.result() == [-number for number in range(50)]
+    assert sorted(stopped.do(numbers)) == list(range(50))
+    shut_all_down(unwatched)
+    assert [actor.leave() for actor in unwatched] == [0] * 3
+
+
+def call_with_deadline(to: str, seconds: float) -> int:
+    return int(rpc.rpc_sync(to, abs, (-5,), timeout=seconds))
+
+
+def test_a_deadline_ends_a_call_to_a_stopped_process(unwatched: list[Actor]) -> None:
+    first, stopped, _ = unwatched
+    assert first.do(call_many, "w1", 1) == 1
+    begun = stop(stopped)
+    assert first.do(failure, call_with_deadline, "w1", 0.3)[0] == "RpcTimeout"
+    assert 0.3 <= time.monotonic() - begun < 0.3 + SLACK
+    resume(stopped)
+    assert first.do(call_with_deadline, "w1", 0) == 5
+    shut_all_down(unwatched)
+
+
+def test_a_shutdown_with_a_limit_names_a_stopped_process(unwatched: list[Actor]) -> None:
+    """Then the processes of the others end without an error."""
+    first, second, stopped = unwatched
+    assert first.do(call_many, "w2", 1) == second.do(call_many, "w2", 1) == 1
+    begun = stop(stopped)
+    leaving = [actor.begin(failure, rpc.shutdown, True, 1.0) for actor in (first, second)]
+    for step in leaving:
+        kind, text = step.result()
+        assert (kind, "still missing: w2" in text) == ("ShutdownTimeout", True), text
+    assert time.monotonic() - begun < 1.0 + SLACK
+    assert first.leave() == second.leave() == 0

@@ -25,14 +25,20 @@ INTERFACE = "eth0"
 
 
 class Network:
-    """Hosts 0, 1, ... with one address each."""
+    """Hosts 0, 1, ... with one address each, of IPv4 or of IPv6."""
 
-    def __init__(self, switch: int, holders: list[int]) -> None:
+    def __init__(self, switch: int, holders: list[int], ipv6: bool = False) -> None:
         self._switch = switch
         self._holders = holders
+        self._ipv6 = ipv6
 
     def address(self, host: int) -> str:
-        return f"10.78.0.{host + 1}"
+        return f"fd78::{host + 1}" if self._ipv6 else f"10.78.0.{host + 1}"
+
+    def interface(self, host: int) -> tuple[str, ...]:
+        """Return the arguments of `ip address` that give a host its address."""
+        width, *more = ("64", "nodad") if self._ipv6 else ("24",)
+        return f"{self.address(host)}/{width}", "dev", INTERFACE, *more
 
     def entrance(self, host: int) -> Callable[[], None]:
         """Return a function that moves a process to a host."""
@@ -74,7 +80,7 @@ class Network:
 
 
 @contextmanager
-def network(count: int) -> Iterator[Network]:
+def network(count: int, ipv6: bool = False) -> Iterator[Network]:
     """Create hosts that reach each other.
 
     Raises:
@@ -83,7 +89,7 @@ def network(count: int) -> Iterator[Network]:
     """
     with ExitStack() as stack:
         switch, *holders = [stack.enter_context(_namespace()) for _ in range(count + 1)]
-        made = Network(switch, holders)
+        made = Network(switch, holders, ipv6)
         _run(switch, "ip", "link", "add", BRIDGE, "type", "bridge")
         _run(switch, "ip", "link", "set", BRIDGE, "up")
         for host, holder in enumerate(holders):
@@ -91,7 +97,7 @@ def network(count: int) -> Iterator[Network]:
             _run(switch, "ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(holder))
             _run(switch, "ip", "link", "set", port, "master", BRIDGE, "up")
             _run(holder, "ip", "link", "set", "lo", "up")
-            _run(holder, "ip", "address", "add", f"{made.address(host)}/24", "dev", INTERFACE)
+            _run(holder, "ip", "address", "add", *made.interface(host))
             _run(holder, "ip", "link", "set", INTERFACE, "up")
         yield made
 

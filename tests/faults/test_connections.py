@@ -1,5 +1,6 @@
 """Work and its remains when a connection breaks at a chosen message."""
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -8,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import leave
-from process_helpers import Actor, actors, call_many, failure
+from fault_helpers import check_clean, leave, shut_down
+from process_helpers import TIMEOUT, Actor, actors, call_many, failure, state
 
 from telegrad import autograd, rpc
 from telegrad.errors import OwnerLost, WorkerLost
 from telegrad.rpc import Options
 from telegrad.testing import Local, cluster, eventually, faults
 from telegrad.testing.faults import Plan, Rule
+from telegrad.worker.default_worker import current_worker
 
 SOON = 3.0  # s
 
@@ -96,3 +98,63 @@ def test_a_cut_at_each_message_of_a_call(kind: str) -> None:
     times = Counter(runs.value)  # the group is gone, so nothing runs any more
     assert [times[number] for number in range(0, 20, 2)] == [1] * 10
     assert {times[number] for number in range(1, 20, 2)} <= {0, 1}
+
+
+# ---- contexts of a trainer that dies
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[list[Actor]]:
+    with actors(3, tmp_path, rpc_timeout=0) as group:
+        yield group
+
+
+def train() -> None:
+    with autograd.context():
+        rpc.rpc_sync("w1", forward_later, (torch.ones(2, requires_grad=True),), timeout=0)
+
+
+may_forward = threading.Event()
+
+
+def forward_later(x: torch.Tensor) -> torch.Tensor:
+    """Send another request in the context once the trainer is dead."""
+    state["entered"] = True
+    assert may_forward.wait(TIMEOUT)
+    state["forwarded"] = failure(rpc.rpc_sync, "w2", torch.mul, (x, 2))
+    return x * 2
+
+
+def has_entered() -> bool:
+    return "entered" in state
+
+
+def let_forward() -> None:
+    may_forward.set()
+
+
+def has_forwarded() -> bool:
+    return "forwarded" in state
+
+
+def lost() -> list[str]:
+    worker = current_worker()
+    assert worker is not None
+    return list(worker.members.lost_names())
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["not connected", "connected"])
+def test_requests_in_the_context_of_a_dead_trainer_leave_nothing(three: list[Actor], knows: bool) -> None:
+    """A worker gets its first request of the context after the death of the trainer."""
+    trainer, first, second = three
+    if knows:
+        assert trainer.do(call_many, "w2", 2) == 2
+    trainer.begin(train)
+    eventually(lambda: first.do(has_entered))
+    trainer.end()
+    for actor in (first, second):
+        eventually(lambda actor=actor: actor.do(lost) == ["w0"])  # type: ignore[misc]
+    first.do(let_forward)
+    eventually(lambda: first.do(has_forwarded))
+    check_clean(first, second)
+    shut_down(first, second)

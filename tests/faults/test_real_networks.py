@@ -180,6 +180,21 @@ def test_a_short_cut_costs_no_call(three: list[Actor], net: Network) -> None:
     shut_down(*three)
 
 
+def test_a_short_cut_costs_no_transfer(three: list[Actor], net: Network) -> None:
+    first, _, other = three
+    step = first.begin(transfer, "w1")
+    eventually(lambda: first.do(transfers) > 0, timeout=TIMEOUT)
+    net.unplug(1)
+    assert other.do(call_many, "w0", 10) == 10
+    before = first.do(transfers)
+    net.plug(1)
+    eventually(lambda: first.do(transfers) > before, timeout=TIMEOUT)
+    first.do(end_transfers)
+    assert step.result() > before
+    check_clean(*three)
+    shut_down(*three)
+
+
 def test_a_long_cut_heals(three: list[Actor], net: Network) -> None:
     first, callee, _ = three
     first.do(begin_counting, "w1")
@@ -304,6 +319,32 @@ def test_a_worker_that_comes_back_under_another_address(net: Network, tmp_path: 
         assert first.do(call_until_reached, "w1") == other.do(call_until_reached, "w1") == 5
         assert net.address(3) in first.do(address_of, "w1")
         assert new.do(call_many, "w0", 5) == new.do(call_many, "w2", 5) == 5
+        shut_down(first, other, new)
+    finally:
+        for actor in group:
+            actor.clean_up()
+
+
+def test_a_worker_that_comes_back_under_the_same_address(net: Network, tmp_path: Path) -> None:
+    """The host loses its power and starts again; what waited for the old worker ends."""
+    where = f"tcp://{net.address(0)}:29500"
+    group = [Actor(host, tmp_path, net.entrance(host)) for host in range(3)]
+    try:
+        for host, actor in enumerate(group):
+            actor.do(join_elastic, actor.name, where, net.address(host))
+        first, old, other = group
+        assert first.do(call_many, "w1", 2) == other.do(call_many, "w1", 2) == 2
+        waits = [first.begin(loss, call_forever, "w1"), other.begin(loss, call_forever, "w1")]
+        net.unplug(1)
+        old.end()
+        net.plug(1)
+        new = Actor(3, tmp_path, net.entrance(1))
+        group.append(new)
+        new.do(join_elastic, "w1", where, net.address(1))
+        assert [waiting.result() for waiting in waits] == ["WorkerLost"] * 2
+        assert first.do(call_until_reached, "w1") == other.do(call_until_reached, "w1") == 5
+        assert new.do(call_many, "w0", 5) == new.do(call_many, "w2", 5) == 5
+        check_clean(first, new, other)
         shut_down(first, other, new)
     finally:
         for actor in group:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from rows import FAULTS, ROWS, SESSIONS, Row
+from scenario_rows import SCENARIO_ROWS, SCENARIOS
 
+ALL = ROWS + SCENARIO_ROWS
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -36,7 +38,7 @@ def expected_failures_of(file: str) -> frozenset[str]:
     return frozenset() if file.endswith(".cc") else expected_failures((REPO / "tests" / file).read_text())
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row.number for row in ROWS])
+@pytest.mark.parametrize("row", ALL, ids=[row.number for row in ALL])
 def test_each_fault_has_tests_that_exist(row: Row) -> None:
     assert bool(row.tests) != bool(row.pending)
     for test in row.tests:
@@ -59,15 +61,20 @@ def test_tests_that_are_expected_to_fail_are_found(source: str) -> None:
     assert expected_failures("def test_b(): pass") == frozenset()
 
 
+def numbers_of_scenarios() -> set[str]:
+    return {f"K{section}.{number + 1}" for section, count in enumerate(SCENARIOS, 1) for number in range(count)}
+
+
 def test_no_fault_is_missing() -> None:
-    numbers = [row.number for row in ROWS]
+    numbers = [row.number for row in ALL]
     assert len(numbers) == len(set(numbers))
+    assert {row.number for row in SCENARIO_ROWS} == numbers_of_scenarios()
     assert {f"S1.{number + 1}" for number in range(SESSIONS)} <= set(numbers)
     assert {f"F{number + 1}" for number in range(FAULTS)} <= set(numbers)
 
 
 def test_each_test_of_this_folder_is_in_the_table() -> None:
-    named = {test for row in ROWS for test in row.tests}
+    named = {test for row in ALL for test in row.tests}
     files = sorted((REPO / "tests" / "faults").glob("test_*.py"))
     found = {
         f"faults/{file.name}::{name}"

@@ -1,15 +1,16 @@
 """Mixed work under seeded faults: each operation is right or raises a loss."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.errors import OwnerLost, RRefDeleted, WorkerLost
+from telegrad.errors import Cancelled, OwnerLost, RRefDeleted, WorkerLost
 from telegrad.rpc import Options, RRef
-from telegrad.testing import cluster, eventually, faults
+from telegrad.testing import Local, cluster, eventually, faults
 from telegrad.testing.faults import Plan, Rule
 
 OPERATIONS = 150
@@ -22,6 +23,18 @@ CHANCES = (
     Rule("reorder", kind="reference", count=None, probability=0.3),
     Rule("cut", kind="handshake", count=None, probability=0.02),
 )
+REPEATED = (
+    Rule("duplicate", kind="cancel", count=None, probability=0.5),
+    Rule("duplicate", kind="ping", count=None, probability=0.5),
+    Rule("reorder", kind="cancel", count=None, probability=0.5),
+    Rule("reorder", kind="reference", count=None, probability=0.3),
+)
+CORRUPT_HEADERS = (
+    *REPEATED,
+    Rule("corrupt", count=None, probability=0.01),
+    Rule("corrupt", kind="handshake", count=None, probability=0.02),
+)
+CORRUPT_RECORDS = (*CORRUPT_HEADERS, Rule("corrupt", count=None, probability=0.01, part="body"))  # of TLS
 
 
 def call(a: str, b: str, n: int) -> None:
@@ -64,16 +77,56 @@ def times_through(x: torch.Tensor, to: str) -> torch.Tensor:
 
 
 WORK: list[Callable[[str, str, int], None]] = [call, nested, tensor, reference, gradients]
+sequence = Counter[str]()  # numbers of the calls of `once`
+runs = Local(Counter[int]())
 
 
-def run(seed: int, transport: str, *, resume: bool = True) -> int:
+def once(a: str, b: str, n: int) -> None:
+    """Check that a call runs once if it has a result, and at most once if not."""
+    sequence["once"] += 1
+    number = sequence["once"]
+    assert rpc.rpc_sync(a, note, (runs, number), timeout=LIMIT) == number
+    assert runs.value[number] == 1
+
+
+def note(seen: Local[Counter[int]], number: int) -> int:
+    seen.value[number] += 1
+    return number
+
+
+def canceled(a: str, b: str, n: int) -> None:
+    """Cancel some of the calls; the others have their results."""
+    futures = [rpc.rpc_async(a, divmod, (n + i, 7), timeout=LIMIT) for i in range(4)]
+    for future in futures[::2]:
+        future.cancel()
+    for i, future in enumerate(futures):
+        try:
+            assert future.wait() == divmod(n + i, 7)
+        except Cancelled:
+            assert i % 2 == 0
+
+
+DAMAGED_WORK = [*WORK, once, canceled, canceled]
+
+
+def run(
+    seed: int,
+    transport: str,
+    *,
+    resume: bool = True,
+    chances: tuple[Rule, ...] = CHANCES,
+    works: list[Callable[[str, str, int], None]] = WORK,
+) -> int:
     """Run one schedule; return the number of losses."""
     choose = random.Random(seed)
-    plan = Plan(CHANCES, seed)
+    plan = Plan(chances, seed)
     losses = 0
-    with cluster(3, Options(faults=str(plan), transports=(transport,), rpc_timeout=LIMIT, resume=resume)) as group:
+    secure = {"secret": "a secret of the tests of schedules"} if transport == "tls" else {}
+    scheme = "tcp" if transport == "tls" else transport
+    options = Options(faults=str(plan), transports=(scheme,), rpc_timeout=LIMIT, resume=resume, **secure)
+    with cluster(3, options) as group:
         for _ in range(OPERATIONS):
-            work = choose.choice(WORK)
+            work = choose.choice(works)
             caller, a, b = choose.randrange(3), choose.randrange(3), choose.randrange(3)
             number = choose.randrange(1, 50)
             try:
@@ -81,7 +134,11 @@ def run(seed: int, transport: str, *, resume: bool = True) -> int:
                     work(f"w{a}", f"w{b}", number)
             except (WorkerLost, OwnerLost, RRefDeleted):  # deleted: with the session of the worker that had it
                 losses += 1
-        assert faults.applied()
+        applied = {fault.rule.action for fault in faults.applied()}
+        assert applied
+        if works is DAMAGED_WORK:
+            assert applied == {"corrupt", "duplicate", "reorder"}
+            assert not [number for number, count in runs.value.items() if count > 1], "a call ran twice"
         faults.clear()
         for caller in range(3):
             for to in range(3):
@@ -125,3 +182,27 @@ def test_many_schedules(transport: str) -> None:
 @pytest.mark.timeout(600)
 def test_many_schedules_of_sessions_that_outlive_connections() -> None:
     assert all(run(seed, "tcp") == 0 for seed in range(2, 32))
+
+
+# ---- messages that are corrupt, doubled or out of order
+
+
+def damage(seed: int, transport: str) -> int:
+    """Run one schedule in which a wrong value, or a call that runs twice, is an error."""
+    chances = CORRUPT_RECORDS if transport == "tls" else CORRUPT_HEADERS
+    return run(seed, transport, resume=False, chances=chances, works=DAMAGED_WORK)
+
+
+on_streams = pytest.mark.parametrize("transport", ["unix", "tcp", pytest.param("tls", marks=pytest.mark.openssl)])
+
+
+@on_streams
+def test_a_few_schedules_with_damaged_messages(transport: str) -> None:
+    assert damage(1, transport) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.openssl
+def test_many_schedules_with_damaged_messages() -> None:
+    assert all(damage(seed, "tls") > 0 for seed in range(2, 32))

@@ -194,6 +194,8 @@ def test_pool(two: list[Actor]) -> None:
 
 def test_handler_forks(two: list[Actor]) -> None:
     assert two[0].do(call, "w1", use_pool, square) == [0, 1, 4, 9]
+    assert two[0].do(call, "w1", use_pool, errors_in_child) == [["NotInitialized"] * 2] * 4
+    assert two[0].do(call_many, "w1", 10) == two[1].do(call_many, "w0", 10) == 10
     shut_all_down(two)
 
 

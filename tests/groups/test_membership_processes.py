@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from process_helpers import TIMEOUT, Actor, actors, call, call_many, failure, free_port, state
+from process_helpers import TIMEOUT, Actor, actors, call, call_many, failure, failures_of_calls, free_port, state
 
 from telegrad import rpc
 from telegrad.errors import WorkerLost
@@ -221,6 +221,40 @@ def test_replaced_process_gets_no_calls(four: list[Actor], where: str) -> None:
     assert successor.do(process_of, "w0") == first.process.pid
     for actor in (successor, first):
         actor.do(leave)
+
+
+def record(number: int) -> None:
+    state.setdefault("recorded", []).append(number)
+
+
+def recorded() -> list[int]:
+    return list(state.get("recorded", ()))
+
+
+def begin_to_record(to: str, count: int) -> None:
+    state["calls"] = [rpc.rpc_async(to, record, (number,), timeout=0) for number in range(count)]
+
+
+def test_calls_to_a_killed_process_never_reach_its_successor(four: list[Actor], where: str) -> None:
+    """The calls are under way when it dies, and its references end with it."""
+    first, old, successor, _ = four
+    for actor in (first, old):
+        actor.do(join, actor.name, where)
+    first.do(hold_reference, "w1")
+    stop(old)
+    first.do(begin_to_record, "w1", 500)
+    old.end()
+    assert successor.do(join, "w1", where) < SOON
+    assert_reached(successor, "w1", first)
+    assert [kind for kind, _ in first.do(failures_of_calls)[1]] == ["WorkerLost"] * 500
+    assert successor.do(recorded) == []
+    assert first.do(failure, use_reference)[0] == "OwnerLost"
+    first.do(hold_reference, "w1")
+    assert first.do(use_reference) == {}
+    first.do(drop_reference)
+    for actor in (successor, first):
+        actor.do(leave)
+        assert actor.leave() == 0
 
 
 # ---- static groups

@@ -1,6 +1,11 @@
-"""Fixtures of workers that run only listed functions, or load no pickles."""
+"""Fixtures of workers that run only listed functions, or load no pickles.
 
+Makes the helpers of `tests/failures` importable.
+"""
+
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +14,8 @@ from trust_helpers import EXPOSED, ran
 from telegrad import rpc
 from telegrad.testing import Cluster, cluster
 from telegrad.worker.serving.exposure import exposed
+
+sys.path.append(str(Path(__file__).parents[1] / "failures"))
 
 
 @pytest.fixture

@@ -1,0 +1,147 @@
+"""Backward passes next to a loss: the root gets the loss, whatever arrives later."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fault_helpers import check_clean, shut_down
+from process_helpers import Actor, actors, call_many, failure
+
+from telegrad import autograd, rpc
+from telegrad.errors import WorkerLost
+from telegrad.rpc import Options
+from telegrad.testing import Cluster, cluster, eventually, faults
+from telegrad.testing.faults import Plan, Rule
+from telegrad.worker import Worker
+from telegrad.worker.default_worker import current_worker
+
+LIMIT = 20.0  # s
+
+
+def through_w1(x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("w1", torch.mul, (x * 2, 3), timeout=0)  # type: ignore[no-any-return]
+
+
+def run_pass() -> list[float]:
+    """Run a pass in which w2 gets gradients twice: at once, and after those of w3.
+
+    Only w2 calls w1.
+    """
+    with autograd.context() as context_id:
+        x = torch.ones(2, requires_grad=True)
+        first = rpc.rpc_sync("w2", through_w1, (x,), timeout=0)
+        second = rpc.rpc_sync("w3", torch.mul, (rpc.rpc_sync("w2", torch.mul, (x, 5), timeout=0), 7), timeout=0)
+        autograd.backward(context_id, [first.sum(), second.sum()])
+        return autograd.get_gradients(context_id)[x].tolist()
+
+
+# ---- a connection breaks, and only its ends know
+
+
+def begin_pass(group: Cluster, results: list[object]) -> threading.Thread:
+    """Run the pass in a thread, and keep its result or its loss."""
+
+    def run() -> None:
+        with group[0]:
+            try:
+                results.append(run_pass())
+            except BaseException as e:
+                results.append(e)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def release(worker: rpc.Worker) -> None:
+    """Release what one worker holds back."""
+    rules = worker._worker.faults
+    assert rules is not None
+    rules.native.release()
+
+
+def has_handled_the_loss(worker: rpc.Worker) -> bool:
+    """Return whether the next session with w1 is open, which waits for that."""
+    try:
+        return bool(worker.rpc_sync("w1", abs, (-1,), timeout=LIMIT) == 1)
+    except WorkerLost:
+        return False
+
+
+@pytest.mark.parametrize("order", [(3, 2), (2, 3)], ids=["gradients first", "loss first"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_gradients_for_the_part_of_a_worker_with_a_loss(transport: str, order: tuple[int, ...]) -> None:
+    """The report of the loss is held, while its worker gets further gradients."""
+    with cluster(4, Options(transports=(transport,), faults=str(Plan()), resume=False, rpc_timeout=0)) as group:
+        assert run_pass() == [41.0, 41.0]
+        for source, destination, action in (("w3", "w0", "delay"), ("w2", "w0", "delay"), ("w1", "w2", "cut")):
+            faults.add(Rule(action, source, destination, "backward"))
+        results: list[object] = []
+        passing = begin_pass(group, results)
+        faults.wait(3)
+        eventually(lambda: has_handled_the_loss(group[2]))
+        received = group[2]._worker.engine.stats()["requests"]
+        assert passing.is_alive()
+        for worker in order:
+            release(group[worker])
+            if order[0] == 3 == worker:
+                eventually(lambda: group[2]._worker.engine.stats()["requests"] > received)
+        passing.join(LIMIT)
+        assert not passing.is_alive(), "the pass does not end"
+        (error,) = results
+        assert isinstance(error, WorkerLost), error
+        assert "w1 is lost" in str(error)
+        assert run_pass() == [41.0, 41.0]
+        for each in group:
+            eventually(lambda each=each: not any(each._worker.autograd.left().values()))  # type: ignore[misc]
+
+
+# ---- a process dies, and all are notified
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Iterator[list[Actor]]:
+    with actors(4, tmp_path, faults=str(Plan()), rpc_timeout=0) as group:
+        yield group
+
+
+def me() -> Worker:
+    worker = current_worker()
+    assert worker is not None
+    return worker
+
+
+def hold(source: str, destination: str) -> None:
+    faults.add(Rule("delay", source, destination, "backward"))
+
+
+def lost() -> list[str]:
+    return list(me().members.lost_names())
+
+
+def run_and_fail() -> tuple[str, str]:
+    return failure(run_pass)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["not connected", "connected"])
+def test_gradients_that_arrive_after_a_death(four: list[Actor], known: bool) -> None:
+    """The root is connected to the process that dies, or only hears of its death."""
+    root, dying, part, other = four
+    assert part.do(call_many, "w1", 2) == 2
+    if known:
+        assert root.do(call_many, "w1", 2) == 2
+    dying.do(hold, "w1", "w2")
+    other.do(hold, "w3", "w0")
+    passing: Any = root.begin(run_and_fail)
+    for actor in (dying, other):
+        actor.do(faults.wait, 1)
+    dying.end()
+    eventually(lambda: part.do(lost) == ["w1"])
+    other.do(faults.release)
+    kind, text = passing.result()
+    assert (kind, "w1 is lost" in text) == ("WorkerLost", True), text
+    check_clean(root, part, other)
+    shut_down(root, part, other)
