@@ -18,6 +18,8 @@ from telegrad import rpc
 from telegrad.testing import ResourceSnapshot, eventually
 from telegrad.worker.default_worker import current_worker
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 30
 MIB = 1 << 20
 

@@ -15,7 +15,7 @@ from process_helpers import TIMEOUT, Actor, call_many, failure, join
 from telegrad import rpc
 from telegrad.testing import eventually
 
-pytestmark = [pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 CONNECT = 1.0  # s
 SOON = 2.0  # s, on a busy machine

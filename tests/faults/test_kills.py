@@ -21,6 +21,8 @@ from telegrad.testing import ResourceSnapshot, eventually, faults
 from telegrad.testing.faults import Plan, Rule
 from telegrad.worker.default_worker import current_worker
 
+pytestmark = pytest.mark.slow
+
 LARGE = 64 << 20  # bytes: more than sockets and rings hold
 NAMES = ("w0", "w1", "w2")
 

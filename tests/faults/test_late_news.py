@@ -15,7 +15,8 @@ from telegrad.testing import eventually
 from telegrad.worker import Worker
 from telegrad.worker.default_worker import current_worker
 
-pytestmark = pytest.mark.openssl  # a rank of a static group comes back only if the group was given a secret
+# A rank of a static group comes back only if the group was given a secret.
+pytestmark = [pytest.mark.openssl, pytest.mark.slow]
 
 OPTIONS = {"secret": "a secret of the tests of late news", "rpc_timeout": TIMEOUT, "local_heartbeat": 0.5}
 

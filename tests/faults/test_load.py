@@ -13,6 +13,8 @@ from process_helpers import TIMEOUT, Actor, actors, call_many, state
 from telegrad import autograd, rpc
 from telegrad.testing import run_all
 
+pytestmark = pytest.mark.slow
+
 UNAWAITED = 20_000
 THREADS, CALLS = 64, 50
 MADE, HELD = 5_000, 500
