@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -298,15 +299,25 @@ def join_elastic(name: str, where: str, address: str) -> None:
     rpc.init_rpc(name, rpc_backend_options=options)
 
 
-def test_a_worker_that_comes_back_under_another_address(net: Network, tmp_path: Path) -> None:
-    """The old host loses its power, so no end of its connections arrives."""
+@contextmanager
+def elastic_group(net: Network, folder: Path) -> Iterator[tuple[str, list[Actor]]]:
+    """Start a worker on each of three hosts; gives the address of their store, too."""
     where = f"tcp://{net.address(0)}:29500"
-    group = [Actor(host, tmp_path, net.entrance(host)) for host in range(3)]
+    group = [Actor(host, folder, net.entrance(host)) for host in range(3)]
     try:
         for host, actor in enumerate(group):
             actor.do(join_elastic, actor.name, where, net.address(host))
+        assert group[0].do(call_many, "w1", 2) == group[2].do(call_many, "w1", 2) == 2
+        yield where, group
+    finally:
+        for actor in group:
+            actor.clean_up()
+
+
+def test_a_worker_that_comes_back_under_another_address(net: Network, tmp_path: Path) -> None:
+    """The old host loses its power, so no end of its connections arrives."""
+    with elastic_group(net, tmp_path) as (where, group):
         first, old, other = group
-        assert first.do(call_many, "w1", 2) == other.do(call_many, "w1", 2) == 2
         assert net.address(1) in first.do(address_of, "w1")
         waiting = first.begin(loss, call_forever, "w1")
         net.unplug(1)
@@ -320,20 +331,12 @@ def test_a_worker_that_comes_back_under_another_address(net: Network, tmp_path: 
         assert net.address(3) in first.do(address_of, "w1")
         assert new.do(call_many, "w0", 5) == new.do(call_many, "w2", 5) == 5
         shut_down(first, other, new)
-    finally:
-        for actor in group:
-            actor.clean_up()
 
 
 def test_a_worker_that_comes_back_under_the_same_address(net: Network, tmp_path: Path) -> None:
     """The host loses its power and starts again; what waited for the old worker ends."""
-    where = f"tcp://{net.address(0)}:29500"
-    group = [Actor(host, tmp_path, net.entrance(host)) for host in range(3)]
-    try:
-        for host, actor in enumerate(group):
-            actor.do(join_elastic, actor.name, where, net.address(host))
+    with elastic_group(net, tmp_path) as (where, group):
         first, old, other = group
-        assert first.do(call_many, "w1", 2) == other.do(call_many, "w1", 2) == 2
         waits = [first.begin(loss, call_forever, "w1"), other.begin(loss, call_forever, "w1")]
         net.unplug(1)
         old.end()
@@ -346,9 +349,6 @@ def test_a_worker_that_comes_back_under_the_same_address(net: Network, tmp_path:
         assert new.do(call_many, "w0", 5) == new.do(call_many, "w2", 5) == 5
         check_clean(first, new, other)
         shut_down(first, other, new)
-    finally:
-        for actor in group:
-            actor.clean_up()
 
 
 def test_a_replaced_host_that_wakes_up_is_fenced(net: Network, tmp_path: Path) -> None:
