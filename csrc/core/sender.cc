@@ -104,7 +104,11 @@ SendResult Sender::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgo
     const bool with_others = c->buffered > 0 && m->header.type != FrameType::kGoodbye;  // a goodbye is flushed at once
     if (idle && (p.may_coalesce || with_others) && coalesce(c, *m, p.may_coalesce)) return SendResult::kDone;
     c->buffered = 0;
-    const SendState state = idle ? c->link->send(*m) : c->link->send_between(*m);
+    SendState state = idle ? c->link->send(*m) : c->link->send_between(*m);
+    for (int part = 1; part < kPartsInARow && state == SendState::kBlocked && c->link->may_continue(); ++part) {
+      if (c->waiting_senders.load(std::memory_order_relaxed) > 0) break;
+      state = c->link->send(*m);
+    }
     if (state == SendState::kSent && m->large) c->large_unsent.fetch_sub(counted, std::memory_order_relaxed);
     if (state == SendState::kSent) return SendResult::kDone;
     if (state == SendState::kBroken) return SendResult::kBroken;

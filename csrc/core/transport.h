@@ -84,6 +84,9 @@ class Link {
   /// Never throws.
   virtual SendState send(Outgoing& message) = 0;
 
+  /// After kBlocked: returns whether the link can send more of the message now, and has only let others send before.
+  virtual bool may_continue() const { return false; }
+
   /// Returns whether the link sends a message in parts: after kBlocked, `send_between` sends others between them.
   virtual bool is_large([[maybe_unused]] const Outgoing& message) const { return false; }
 

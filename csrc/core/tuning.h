@@ -67,6 +67,9 @@ inline constexpr Nanos kCoalesceDelay = 50 * kMicrosecond;
 inline constexpr std::size_t kMaxBatch = 16;
 /// Longest time that the leader leaves a link to the threads that wait for it, between two parts of a large message.
 inline constexpr Nanos kSenderTurn = 200 * kMicrosecond;
+/// Parts of a large message, of about 1 MiB, that its sender sends before the leader sends the rest between polls of
+/// other links. A part less than all costs a wake-up; this number takes a few milliseconds.
+inline constexpr int kPartsInARow = 32;
 /// Larger payloads are not copied under a lock, in bytes.
 inline constexpr std::int64_t kLargePayload = 64 << 10;
 /// No thread waits for a peer that has read nothing for this long.

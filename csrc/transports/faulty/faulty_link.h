@@ -33,6 +33,7 @@ class FaultyLink final : public Link, public HeldLink, public Resumable {
   int fd() const override { return inner_->fd(); }
   SendState send(Outgoing& message) override { return send(message, front_); }
   bool is_large(const Outgoing& message) const override { return inner_->is_large(message); }
+  bool may_continue() const override { return !is_held() && inner_->may_continue(); }
   SendState send_between(Outgoing& message) override { return send(message, between_); }
   bool takes_between() override { return inner_->takes_between(); }
   SendState flush() override;

@@ -156,6 +156,7 @@ bool ShmLink::is_open() const {
 }
 
 SendState ShmLink::send(Outgoing& m) {
+  turn_is_over_ = false;
   if (!is_open()) return SendState::kBroken;
   if (!shared_.load(std::memory_order_acquire)) return SendState::kBlocked;
   if (!buffered_.empty() || has_answers_.load(std::memory_order_relaxed)) {
@@ -183,6 +184,7 @@ SendState ShmLink::send(Outgoing& m) {
 bool ShmLink::is_large(const Outgoing& m) const { return large_bytes(m, kSizes) > 0; }
 
 SendState ShmLink::send_between(Outgoing& m) {
+  turn_is_over_ = false;
   if (!is_open()) return SendState::kBroken;
   if (!shared_.load(std::memory_order_acquire)) return SendState::kBlocked;
   SendState state = SendState::kSent;
@@ -290,12 +292,14 @@ SendState ShmLink::copy_to_arena(Outgoing& m, Copying& copying) {
       awaits_chunk_ = growth == Arena::Growth::kOffered;
       return SendState::kBlocked;
     }
-    if (copied >= kArenaTurn) return SendState::kBlocked;
+    turn_is_over_ = copied >= kArenaTurn;
+    if (turn_is_over_) return SendState::kBlocked;
     const std::uint64_t size = std::min(s.size - copying.copied, kArenaTurn - copied);
     copy_to_shared(copying.allocation->data + copying.copied, s.data + copying.copied, size, s.size < kNonTemporalSize);
     copying.copied += size;
     copied += size;
-    if (copying.copied < s.size) return SendState::kBlocked;
+    turn_is_over_ = copying.copied < s.size;
+    if (turn_is_over_) return SendState::kBlocked;
     s.data = copying.allocation->data;
     s.lease = copying.allocation->lease;
     arena_->pass(s.lease);

@@ -48,6 +48,7 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   bool ready() override;
   bool arm_wakeup() override;
   bool waits_for_fd() const override { return !awaits_chunk_; }
+  bool may_continue() const override { return turn_is_over_; }
   void set_limits(const Limits& limits) override;
   void set_budget(const std::shared_ptr<MemoryBudget>& budget) override;
   void close() override;
@@ -110,6 +111,7 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   RingWriter out_;
   bool send_broken_ = false;
   bool awaits_chunk_ = false;  // the peer has been offered a chunk for the message being sent
+  bool turn_is_over_ = false;  // see may_continue
   FrameBuffer buffered_;
   struct {
     Outgoing* message = nullptr;  // the large message that is being sent
