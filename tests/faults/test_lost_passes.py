@@ -145,3 +145,30 @@ def test_gradients_that_arrive_after_a_death(four: list[Actor], known: bool) -> 
     assert (kind, "w1 is lost" in text) == ("WorkerLost", True), text
     check_clean(root, part, other)
     shut_down(root, part, other)
+
+
+# ---- a worker cannot report to the root
+
+
+def through_w2(x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("w2", torch.mul, (x * 2, 3), timeout=0)  # type: ignore[no-any-return]
+
+
+def test_a_part_that_cannot_reach_the_root() -> None:
+    """The worker that sent it gradients passes the error on."""
+    options = Options(transports=("tcp",), faults=str(Plan()), resume=False, rpc_timeout=0)
+    with cluster(3, options) as group:
+        assert rpc.rpc_sync("w1", through_w2, (torch.ones(1),)).tolist() == [6.0]
+        rule = Rule("corrupt", "w0", kind="handshake", count=None)
+        faults.add(rule)
+        with autograd.context() as context_id:
+            x = torch.ones(2, requires_grad=True)
+            loss = rpc.rpc_sync("w1", through_w2, (x,)).sum()
+            with pytest.raises(WorkerLost, match="worker w2 is lost: it cannot reach worker w0: "):
+                autograd.backward(context_id, [loss])
+        faults.clear()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [rpc.rpc_sync("w1", through_w2, (x,)).sum()])
+            assert autograd.get_gradients(context_id)[x].tolist() == [6.0, 6.0]
+        for each in group:
+            eventually(lambda each=each: not any(each._worker.autograd.left().values()))  # type: ignore[misc]

@@ -53,6 +53,7 @@ class Program(NamedTuple):
     shared: bool = True  # all sends of one worker use the same parameter
     subgraphs: bool = False  # the local graphs are found in subgraphs, as gradients and marks arrive for them
     cuts: int = 0  # links between living workers that break
+    walls: tuple[tuple[int, int], ...] = ()  # (a, b): what a sends to b is refused until they have a link
 
     def takes_part(self) -> frozenset[int]:
         found: set[int] = set()
@@ -165,6 +166,7 @@ class World:
         # Pairs of workers that detect each other's death: those that exchanged a message, in the program or in the
         # pass.
         self.links = {pair for sent in program.sends for pair in ((sent.src, sent.dst), (sent.dst, sent.src))}
+        self.dials: list[tuple[int, int, Any]] = []  # messages that wait for a link
         self.reports: list[Any] = []  # those that the root has processed
         self.started = False
 
@@ -177,6 +179,7 @@ class World:
         if not self.started:
             return [("start",)]
         found: list[Action] = [("deliver", *packet) for packet in dict.fromkeys(self.net)]
+        found += [("refuse", *pair) for pair in dict.fromkeys(dial[:2] for dial in self.dials)]
         if self.dead is None:
             found += [("kill", w) for w in self.program.mortal]
         found += [("notice", *ends) for ends in self.sessions.unnoticed() if ends in self.links]
@@ -223,10 +226,29 @@ class World:
         self.sessions.kill(worker)
         del self.parts[worker], self.locals[worker]
         self.net = [packet for packet in self.net if packet[1] != worker]
+        self.dials = [dial for dial in self.dials if dial[0] != worker]
 
     def cut(self, a: int, b: int) -> None:
         self.cuts -= 1
         self.sessions.cut(a, b)
+
+    def refuse(self, worker: int, peer: int) -> None:
+        refused = [dial for dial in self.dials if dial[:2] == (worker, peer)]
+        self.dials = [dial for dial in self.dials if dial not in refused]
+        for _ in refused:
+            self.carry_out(worker, self.parts[worker].unreachable(peer, f"{worker} cannot reach {peer}"))
+
+    def send(self, worker: int, peer: int, message: Any) -> None:
+        if (worker, peer) not in self.links:
+            if (worker, peer) in self.program.walls:
+                self.dials.append((worker, peer, message))
+                return
+            self.links |= {(worker, peer), (peer, worker)}
+            waiting = [dial for dial in self.dials if dial[:2] == (peer, worker)]
+            self.dials = [dial for dial in self.dials if dial not in waiting]
+            self.net += [dial for dial in waiting if self.sessions.session_for(*dial[:2]) is not None]
+        if self.sessions.session_for(worker, peer) is not None:
+            self.net.append((worker, peer, message))
 
     def notice(self, worker: int, peer: int) -> None:
         self.sessions.notice(worker, peer)
@@ -240,9 +262,7 @@ class World:
             effect = todo.pop(0)
             if isinstance(effect, Send):
                 check(not self.sessions.is_lost(worker, effect.to), "L1", "a message is sent to a lost worker")
-                self.links |= {(worker, effect.to), (effect.to, worker)}
-                if self.sessions.session_for(worker, effect.to) is not None:
-                    self.net.append((worker, effect.to, effect.message))
+                self.send(worker, effect.to, effect.message)
             elif isinstance(effect, Run):
                 check(not todo, "E1", "Run is the last effect")
                 if (worker, effect.stage) in self.program.failing:
@@ -321,6 +341,7 @@ class World:
                 parts,
                 local,
                 sorted(map(repr, self.net)),
+                sorted(map(repr, self.dials)),
                 self.dead,
                 self.cuts,
                 self.sessions.key(),
@@ -375,6 +396,7 @@ def wander(program: Program, seed: int) -> int:
         "kill": 4.0 ** rng.uniform(-4, -1),
         "cut": 4.0 ** rng.uniform(-3, -1),
         "notice": 4.0 ** rng.uniform(-3, 1),
+        "refuse": 4.0 ** rng.uniform(-3, 1),
         "start": 1.0,
     }
     world = World(program)

@@ -1,5 +1,8 @@
 """Schedule of a backward pass: delivery orders, random programs, deaths, errors."""
 
+import itertools
+import random
+
 import pytest
 from backward_world import Counterexample, Program, Sent, World, explore, random_program, wander
 
@@ -78,6 +81,37 @@ def test_every_failing_stage(name: str, stage: int) -> None:
     program = SMALL[name]
     for worker in range(program.workers):
         explore(program._replace(failing=((worker, stage),)))
+
+
+# Workers 1 to 3 pass a value on; the root has a link with worker 1 only.
+CHAIN_OF_FOUR = Program(
+    4, (Sent(0, 1), Sent(1, 2, (0,)), Sent(2, 3, (1,)), Sent(3, 2, (2,)), Sent(2, 1, (3,)), Sent(1, 0, (4,))), 0, (5,)
+)
+WALLS = {
+    "to the root": ((2, 0), (3, 0)),
+    "from the root": ((0, 2), (0, 3)),
+    "one worker": ((0, 3), (3, 0)),
+    "both ways": ((2, 0), (3, 0), (0, 2), (0, 3)),
+}
+
+
+@pytest.mark.parametrize("walls", WALLS.values(), ids=WALLS)
+@pytest.mark.parametrize("name", [*(name for name, program in SMALL.items() if program.workers > 2), "four"])
+def test_workers_that_cannot_reach_the_root(name: str, walls: tuple[tuple[int, int], ...]) -> None:
+    program = CHAIN_OF_FOUR if name == "four" else SMALL[name]
+    assert explore(program._replace(walls=walls)) > 3
+    if program.workers == 3:
+        explore(program._replace(walls=walls, mortal=(0, 1, 2)))
+
+
+@pytest.mark.parametrize("losses", [False, True], ids=["all live", "deaths"])
+def test_random_programs_and_walls(losses: bool) -> None:
+    for seed in range(300):
+        rng = random.Random(f"walls {seed}")
+        program = random_program(seed, losses, failures=seed % 3 == 0)
+        pairs = itertools.permutations(range(program.workers), 2)
+        walls = tuple(pair for pair in pairs if rng.random() < 0.5)
+        wander(program._replace(walls=walls, subgraphs=seed % 2 == 0, cuts=seed % 2), seed)
 
 
 @pytest.mark.parametrize("losses", [False, True], ids=["all live", "deaths"])
@@ -215,6 +249,28 @@ def notifies_only_workers_it_sent_to(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PassSchedule, "_after_the_end", lambda self, sender, message: ())
 
 
+def drops_without_a_word(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PassSchedule, "unreachable", PassSchedule.lost)
+
+
+def passes_no_error_on_after_the_end(patch: pytest.MonkeyPatch) -> None:
+    unreachable = PassSchedule.unreachable
+
+    def only_before(self, peer, why):
+        return unreachable(self, peer, why) if self.over is None else self.lost(peer, why)
+
+    patch.setattr(PassSchedule, "unreachable", only_before)
+
+
+def takes_an_unreachable_worker_for_lost(patch: pytest.MonkeyPatch) -> None:
+    unreachable = PassSchedule.unreachable
+
+    def lost_to_the_root(self, peer, why):
+        return unreachable(self, peer, why) if self.ledger is None else self.lost(peer, why)
+
+    patch.setattr(PassSchedule, "unreachable", lost_to_the_root)
+
+
 def believes_old_reports(patch: pytest.MonkeyPatch) -> None:
     enter = backward_root.Ledger.enter
 
@@ -233,6 +289,13 @@ MUTANTS = [
     (forgets_what_is_left, "T1", SMALL["two values, one unused"]),
     (watches_no_worker, "T2", SMALL["a chain of three"]._replace(mortal=MORTAL)),
     (notifies_only_workers_it_sent_to, "T2", SMALL["a chain of three"]._replace(mortal=MORTAL)),
+    (drops_without_a_word, "T2", SMALL["a chain of three"]._replace(walls=((2, 0),))),
+    (passes_no_error_on_after_the_end, "T2", CHAIN_OF_FOUR._replace(walls=((2, 0), (3, 0)))),
+    (
+        takes_an_unreachable_worker_for_lost,
+        "T2",
+        SMALL["a chain of three"]._replace(walls=WALLS["from the root"], mortal=MORTAL),
+    ),
     (believes_old_reports, "T1", SMALL["two ways to one"]),
     (expects_no_further_subgraph, "E1", LATER_SUBGRAPH),
     (runs_the_last_stage_once, "T1", TWO_SUBGRAPHS),

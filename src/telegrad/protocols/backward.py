@@ -84,7 +84,7 @@ class PassSchedule:
         *("me", "root", "over", "watched", "ledger"),
         *("_arrived", "_consumed", "_done", "_event", "_expected", "_final_ran", "_finishing", "_gone", "_layout"),
         *("_make_layout", "_marked", "_marks_sent", "_incomplete", "_pending", "_produced", "_reached", "_ready"),
-        "_mark_phase_over",
+        *("_mark_phase_over", "_senders", "_told_senders"),
     )
 
     def __init__(self, me: int, root: int, layout: LayoutGetter, pending: Callable[[], bool]) -> None:
@@ -108,6 +108,8 @@ class PassSchedule:
         self._incomplete: set[int] = set()  # groups with some sources arrived and some missing
         self._marks_sent: set[int] = set()  # groups (or FINAL) with their recvs marked
         self._gone: dict[int, object] = {}
+        self._senders: set[int] = set()  # other workers than the root whose messages this worker has
+        self._told_senders = False  # that it cannot reach the root
         self._event = 0
         self._consumed: list[Token] = []  # in the running event
         self._produced: list[tuple[Token, int]] = []
@@ -125,6 +127,8 @@ class PassSchedule:
         Raises:
             UnknownSend: The message names a send that is not in the local graph. Call `failed` next.
         """
+        if sender != self.root:
+            self._senders.add(sender)
         if self.over is not None:
             return self._after_the_end(sender, message)
         if isinstance(message, Gradients):
@@ -210,6 +214,25 @@ class PassSchedule:
         if self.ledger is not None:
             return self.abort(why) if peer in self.ledger.known | self.watched else ()
         return [Send(self.root, Lost(peer, why))] if peer in self.watched else ()
+
+    def unreachable(self, peer: int, why: object) -> Sequence[Effect]:
+        """Record that a message to worker `peer` was not delivered, because there is no session with it.
+
+        At the root this ends the pass; the worker is notified if it reaches the root later.
+
+        If `peer` is the root, the workers that this one has messages from pass the error on to it. There are sessions
+        with them, and at least one of them got its own first message earlier: so the error comes to the root, or the
+        news of a session that has ended.
+        """
+        if self.ledger is not None:
+            self.watched.discard(peer)
+            self.ledger.known.discard(peer)
+            return self.abort(why)
+        effects = self.lost(peer, why)
+        if peer != self.root or self._told_senders:
+            return effects
+        self._told_senders = True
+        return [*(Send(sender, Failed(why)) for sender in sorted(self._senders - self._gone.keys())), *effects]
 
     # ---- progress ----------------------------------------------------------------------------------------------------
 

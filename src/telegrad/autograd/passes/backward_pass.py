@@ -174,6 +174,14 @@ class BackwardPass:
         if not self._finished_fast:
             self._run_event(lambda: self._materialize_schedule().lost(peer, (peer, why)))
 
+    def peer_unreachable(self, peer: int, why: str) -> None:
+        """Process a message to a worker that was not delivered, because there is no session with it."""
+        if not self._finished_fast:
+            reason = (peer, why)
+            if peer == self._root:
+                reason = (self._worker.id, f"it cannot reach worker {self._name_of(peer)}: {why}")
+            self._run_event(lambda: self._materialize_schedule().unreachable(peer, reason))
+
     def abort(self, error: BaseException) -> None:
         """End the pass with an error, which at the root goes to `finished`."""
         if not self._finished_fast:

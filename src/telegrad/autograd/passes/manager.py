@@ -36,6 +36,7 @@ __all__ = ["BackwardManager"]
 _GRADIENTS, _ERROR = int(Tag.GRADIENTS), int(Tag.ERROR)
 _MUST_RUN = int(Flag.MUST_RUN)
 _REPLIED, _TIMED_OUT, _STOPPED = int(Status.REPLIED), int(Status.TIMED_OUT), int(Status.STOPPED)
+_UNREACHABLE = int(Status.UNREACHABLE)
 _NOT_SENT = (int(Status.TOO_LARGE), int(Status.OVERLOADED))
 _METADATA, _LEFT_OUT = int(Flag.METADATA), int(Flag.LEFT_OUT)
 _CHECK_INTERVAL = 20_000_000  # ns; a thread that waits for one reply checks this often whether the pass has ended
@@ -220,6 +221,8 @@ class BackwardManager:
                 task.on_messages(peer, messages)
         elif status in _NOT_SENT:
             task.abort(not_sent(status, self._gradients_with(peer), why))
+        elif status == _UNREACHABLE:
+            task.peer_unreachable(peer, why or "no connection")
         elif status not in (_TIMED_OUT, _STOPPED):  # the root checks its deadline
             task.peer_lost(peer, why or "no connection")
 

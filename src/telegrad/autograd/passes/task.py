@@ -147,6 +147,10 @@ class PassTask:
         """Process the loss of a worker."""
         self._add_events((self._pass.peer_lost, peer, why))
 
+    def peer_unreachable(self, peer: int, why: str) -> None:
+        """Process a message that was not delivered, because there is no session with the worker."""
+        self._add_events((self._pass.peer_unreachable, peer, why))
+
     def abort(self, error: BaseException) -> None:
         """End the pass with an error."""
         self._add_events((self._pass.abort, error))
