@@ -137,7 +137,8 @@ def run(
         applied = {fault.rule.action for fault in faults.applied()}
         assert applied
         if works is DAMAGED_WORK:
-            assert applied == {"corrupt", "duplicate", "reorder"}
+            assert applied <= {"corrupt", "duplicate", "reorder"}
+            assert len(applied) > 1, "a few messages of some schedules are not of the kind of one rule"
             assert not [number for number, count in runs.value.items() if count > 1], "a call ran twice"
         faults.clear()
         for caller in range(3):
@@ -203,6 +204,6 @@ def test_a_few_schedules_with_damaged_messages(transport: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.openssl
-def test_many_schedules_with_damaged_messages() -> None:
-    assert all(damage(seed, "tls") > 0 for seed in range(2, 32))
+@on_streams
+def test_many_schedules_with_damaged_messages(transport: str) -> None:
+    assert all(damage(seed, transport) > 0 for seed in range(2, 32))
