@@ -243,8 +243,9 @@ void Peers::fail_pending(PendingMessage&& pending, const std::string& why, Relea
 /// must be delivered stay queued, until the peer has been silent for as long as the failure detector allows.
 void Peers::expire_pending(Peer& peer, Nanos at, Released& released) {
   bool any = false, lost = false;
+  const std::string address = peer.dial ? " at " + peer.dial->link->describe() : "";
   const std::string why = "no connection to worker " + peer.identity.name + " within connect_timeout: " +
-                          (peer.last_error.empty() ? "it does not answer" : peer.last_error);
+                          (peer.last_error.empty() ? "it does not answer" + address : peer.last_error);
   auto expired = peer.pending.take_if([&](PendingMessage& w) REQUIRES(engine_mutex) {
     if (w.until > at) {
       arm_timer(w.until);

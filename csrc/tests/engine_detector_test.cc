@@ -133,7 +133,8 @@ CASE(a_peer_that_never_answers_is_lost) {
   Puppet silent(1, "unix");  // its connections stay in the backlog
   a.engine->set_peer(silent.address());
   CHECK(a.call(1, {.flags = kMustDeliver}).status == CallStatus::kUnreachable);
-  CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "within connect_timeout");
+  CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost),
+             "within connect_timeout: it does not answer at " + silent.address().addresses.front());
 }
 
 }  // namespace

@@ -30,6 +30,26 @@ CASE(large_segments_are_copied_once) {
   CHECK(!p.pass(std::string((8 << 10) - 1, 'd')));  // too small for the arena
 }
 
+/// A copy in parts lets others send between them, and needs nothing of the receiver.
+CASE(a_copy_in_parts_may_continue_at_once) {
+  Pair p;
+  p.warm_up(3 * kMiB);
+  Link &a = *p.ends.a, &b = *p.ends.b;
+  const std::string bytes(3 * kMiB, 'a');
+  Outgoing m;
+  m.header.type = FrameType::kRequest;
+  m.segments.push_back({reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()});
+  for (int part = 1; part < 3; ++part) {
+    CHECK(a.send(m) == SendState::kBlocked);
+    CHECK(a.may_continue());
+  }
+  CHECK(a.send(m) == SendState::kSent);
+  receive_until(b, p.inbox, 1);
+  CHECK(p.text(0) == bytes);
+  Clogged clogged = clog(a, 100);
+  CHECK(!a.may_continue());  // it waits for the receiver
+}
+
 CASE(a_receiver_owns_its_tensors) {
   Pair p;
   p.warm_up(kMiB);
