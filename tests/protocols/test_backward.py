@@ -249,7 +249,7 @@ def notifies_only_workers_it_sent_to(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PassSchedule, "_after_the_end", lambda self, sender, message: ())
 
 
-def drops_without_a_word(patch: pytest.MonkeyPatch) -> None:
+def reports_to_no_sender(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PassSchedule, "unreachable", PassSchedule.lost)
 
 
@@ -289,7 +289,7 @@ MUTANTS = [
     (forgets_what_is_left, "T1", SMALL["two values, one unused"]),
     (watches_no_worker, "T2", SMALL["a chain of three"]._replace(mortal=MORTAL)),
     (notifies_only_workers_it_sent_to, "T2", SMALL["a chain of three"]._replace(mortal=MORTAL)),
-    (drops_without_a_word, "T2", SMALL["a chain of three"]._replace(walls=((2, 0),))),
+    (reports_to_no_sender, "T2", SMALL["a chain of three"]._replace(walls=((2, 0),))),
     (passes_no_error_on_after_the_end, "T2", CHAIN_OF_FOUR._replace(walls=((2, 0), (3, 0)))),
     (
         takes_an_unreachable_worker_for_lost,
