@@ -216,7 +216,7 @@ class PassSchedule:
         return [Send(self.root, Lost(peer, why))] if peer in self.watched else ()
 
     def unreachable(self, peer: int, why: object) -> Sequence[Effect]:
-        """Record that a message to worker `peer` was not delivered, because there is no session with it.
+        """Record an undelivered message: there is no session with worker `peer`.
 
         At the root this ends the pass; the worker is notified if it reaches the root later.
 

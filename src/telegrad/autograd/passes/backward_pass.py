@@ -175,7 +175,7 @@ class BackwardPass:
             self._run_event(lambda: self._materialize_schedule().lost(peer, (peer, why)))
 
     def peer_unreachable(self, peer: int, why: str) -> None:
-        """Process a message to a worker that was not delivered, because there is no session with it."""
+        """Process an undelivered message: there is no session with the worker."""
         if not self._finished_fast:
             reason = (peer, why)
             if peer == self._root:

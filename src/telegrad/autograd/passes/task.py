@@ -148,7 +148,7 @@ class PassTask:
         self._add_events((self._pass.peer_lost, peer, why))
 
     def peer_unreachable(self, peer: int, why: str) -> None:
-        """Process a message that was not delivered, because there is no session with the worker."""
+        """Process an undelivered message: there is no session with the worker."""
         self._add_events((self._pass.peer_unreachable, peer, why))
 
     def abort(self, error: BaseException) -> None:
