@@ -280,3 +280,35 @@ def test_a_request_about_a_reference_belongs_to_the_session_of_its_ticket(
             kept.to_here()
     assert worker.references.stats().pins == 0
     eventually(lambda: w[1]._worker.references.stats().owners == 0)
+
+
+class Stubborn:
+    """Value whose destructor waits."""
+
+    begun = threading.Event()
+    gate = threading.Event()
+
+    def __del__(self) -> None:
+        Stubborn.begun.set()
+        Stubborn.gate.wait(TIMEOUT)
+
+
+held: list[rpc.RRef[Stubborn]] = []
+
+
+def test_a_destructor_does_not_hold_up_the_news_of_other_workers() -> None:
+    Stubborn.begun.clear()
+    Stubborn.gate.clear()
+    try:
+        with cluster(3, Options(transports=("tcp",)), graceful=False, check=False) as group:
+            group[0].rpc_sync("w1", held.append, (rpc.RRef(Stubborn()),))
+            assert group[0].rpc_sync("w2", abs, (-1,)) == 1
+            group[1].shutdown(graceful=False)
+            held.clear()
+            assert Stubborn.begun.wait(TIMEOUT)
+            group[2].shutdown(graceful=False)
+            eventually(lambda: "w2" in group[0]._worker.members.lost_names())
+            assert not Stubborn.gate.is_set()
+            Stubborn.gate.set()
+    finally:
+        Stubborn.gate.set()

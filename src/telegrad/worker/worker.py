@@ -141,6 +141,7 @@ class Worker(MemberChanges):
             lambda rref, owner, fork: plugins.rref_type.of(self, rref, owner, fork),
             self.is_open,
             self._set_epoch,
+            self._submit,
             SizeWarning(info.name, "remote references", "warn_references", options.warn_references),
         )
         self.autograd: AutogradHooks[Any] = plugins.make_autograd(self, first_id)

@@ -57,6 +57,7 @@ class References(Creations):
         make_handle: Creates the Python object of a received reference from (id, owner, (sender, fork)).
         is_open: Returns whether the session of a connection has not ended.
         set_epoch: Sets the epoch of a peer's messages that may still be sent.
+        submit: Runs a function on a thread of the pool.
         warning: Warning about many references.
     """
 
@@ -71,6 +72,7 @@ class References(Creations):
         make_handle: Callable[[RRefId, int, tuple[int, int]], object],
         is_open: Callable[[int], bool],
         set_epoch: Callable[[int, int], None],
+        submit: Callable[..., None],
         warning: SizeWarning,
     ) -> None:
         self.worker_id = worker_id
@@ -94,6 +96,7 @@ class References(Creations):
         self._make_handle = make_handle
         self._is_open = is_open
         self._set_epoch = set_epoch
+        self._submit = submit
         self.warning = warning
 
     def detach_after_fork(self) -> None:
@@ -328,6 +331,11 @@ class References(Creations):
                 effects += self.table.peer_joined(peer)
             self._set_epoch(peer, self.table.epoch_of(peer))
             deferred = self._apply(effects)
+        if not self.closed:
+            deferred, values = _split(deferred)
+            if values:  # the news of other workers wait for this function, and must not wait for user code
+                self._submit(values.clear)
+            del values
         self._run_deferred(deferred)
 
     def peer_joined(self, peer: int) -> None:
@@ -430,6 +438,18 @@ class References(Creations):
     def _run_deferred(self, deferred: Sequence[Callable[[], None]]) -> None:
         for action in deferred:
             action()
+
+
+def _split(deferred: Sequence[Callable[[], None]]) -> tuple[list[Callable[[], None]], list[OwnedValue]]:
+    """Return the other functions, and the values that `_free` drops."""
+    others: list[Callable[[], None]] = []
+    values: list[OwnedValue] = []
+    for action in deferred:
+        if isinstance(action, partial) and action.func is _free:
+            values += action.args
+        else:
+            others.append(action)
+    return others, values
 
 
 def _free(_: OwnedValue) -> None:
