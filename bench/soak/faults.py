@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from bench.soak.group import Group
-from bench.soak.ledger import Fault
+from bench.soak.ledger import GONE, NOT_SENT_AGAIN, Fault
 
 HEARTBEAT = 2.0  # s
 LIMIT = 3 * HEARTBEAT  # a member that is silent for longer is lost
@@ -74,6 +74,8 @@ class Faults:
         number = chooser.randrange(len(self._changing))
         victim = self._changing[number]
         fault = self._note(kind, victim)
+        if kind in ("leave", "long stop"):
+            fault.allows = (*GONE, "NotInitialized")  # its own operations: it has left
         if kind == "leave":
             self._group.leave(victim)
         elif kind == "long stop":
@@ -98,4 +100,4 @@ class Faults:
         member = self._group.proxy.cut(chooser, reset=kind == "reset")
         if member is not None:
             fault = self._note(kind, member)
-            fault.begun, fault.ended = begun, time.monotonic()
+            fault.begun, fault.ended, fault.says = begun, time.monotonic(), NOT_SENT_AGAIN

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 SLACK = 2.0  # s that news of a fault may take on a busy machine
 LOSS = ("WorkerLost", "OwnerLost")
+GONE = (*LOSS, "UnknownWorker", "RRefDeleted")  # errors of operations with a member that is gone
+NOT_SENT_AGAIN = "it was not sent again"  # part of the error of a message whose connection broke, and no session ended
 HUNG = ("RpcTimeout", "RRefTimeout")
 
 
@@ -29,11 +31,12 @@ class Fault:
     members: tuple[str, ...]
     begun: float
     ended: float = float("inf")
-    allows: tuple[str, ...] = ()  # errors besides those of a loss
+    allows: tuple[str, ...] = GONE  # names of the errors
+    says: str = ""  # part of their texts
     noticed_after: float = 0.0  # s until all have noticed it at the latest, also after `ended`
 
     def explains(self, failure: Failure) -> bool:
-        if failure.error in HUNG and failure.error not in self.allows:
+        if failure.error not in self.allows or self.says not in failure.text:
             return False
         if not set(self.members) & set(failure.members):
             return False

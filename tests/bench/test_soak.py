@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.soak.ledger import Failure, Fault, Ledger
+from bench.soak.ledger import NOT_SENT_AGAIN, Failure, Fault, Ledger
 from bench.soak.resources import Sample, growth
 
 
@@ -21,15 +21,22 @@ def failure(error: str = "WorkerLost", begun: float = 10.0, ended: float = 11.0)
         (failure(), True),
         (failure("UnknownWorker"), True),
         (failure("RpcTimeout"), False),
+        (failure("RuntimeError"), False),
         (failure(begun=1.0, ended=5.0), False),
         (failure(begun=18.0, ended=18.1), False),
     ],
-    ids=["loss", "unknown", "timeout", "before", "after"],
+    ids=["loss", "unknown", "timeout", "another", "before", "after"],
 )
 def test_failures_that_a_fault_explains(found: Failure, explained: bool) -> None:
     assert Fault("kill", ("c1",), 10.5, 12.0).explains(found) is explained
     assert not Fault("kill", ("c2",), 10.5, 12.0).explains(found)
     assert not Fault("short stop", (), 10.5, 12.0).explains(found)
+
+
+def test_a_broken_connection_explains_only_what_is_not_sent_again() -> None:
+    cut = Fault("cut", ("c1",), 10.5, 12.0, says=NOT_SENT_AGAIN)
+    assert not cut.explains(failure())
+    assert cut.explains(failure()._replace(text=f"w1 is lost: the connection broke, so {NOT_SENT_AGAIN}."))
 
 
 def test_calls_of_a_dead_worker_may_fail_until_all_have_noticed() -> None:
