@@ -13,7 +13,7 @@ from process_helpers import Actor, actors, call_many, failure
 from telegrad import autograd, rpc
 from telegrad.errors import WorkerLost
 from telegrad.rpc import Options
-from telegrad.testing import Cluster, cluster, eventually, faults
+from telegrad.testing import Cluster, Gate, cluster, eventually, faults
 from telegrad.testing.faults import Plan, Rule
 from telegrad.worker import Worker
 from telegrad.worker.default_worker import current_worker
@@ -172,3 +172,36 @@ def test_a_part_that_cannot_reach_the_root() -> None:
             assert autograd.get_gradients(context_id)[x].tolist() == [6.0, 6.0]
         for each in group:
             eventually(lambda each=each: not any(each._worker.autograd.left().values()))  # type: ignore[misc]
+
+
+# ---- a context ends where its root is lost, and the root lives
+
+
+def times_three_when_open(x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    gate.enter()
+    return x * 3
+
+
+def through_w2_when_open(x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    return rpc.rpc_sync("w2", times_three_when_open, (x * 2, gate), timeout=LIMIT)  # type: ignore[no-any-return]
+
+
+def test_a_result_without_its_context_is_an_error() -> None:
+    """Only w1 and w2 lose their session; the call of w0 to w2 goes on. A gradient without that part would be wrong."""
+    options = Options(transports=("tcp",), faults=str(Plan()), resume=False, rpc_timeout=LIMIT)
+    with cluster(3, options) as group:
+        gate = Gate()
+        contexts = group[2]._worker.autograd.contexts
+        with group[1]:
+            assert rpc.rpc_sync("w2", abs, (-1,)) == 1
+            with autograd.context():
+                x = torch.ones(2, requires_grad=True)
+                result = rpc.rpc_async("w0", through_w2_when_open, (x, gate))
+                assert gate.entered.acquire(timeout=LIMIT)
+                faults.add(Rule("cut", "w1", "w2"))
+                with pytest.raises(WorkerLost):
+                    rpc.rpc_sync("w2", abs, (-1,))
+                eventually(lambda: not contexts.table)
+                gate.open()
+                with pytest.raises(WorkerLost, match=r"worker w1 is lost: so autograd context \d+ of worker w1 has"):
+                    result.wait()

@@ -85,7 +85,7 @@ class Context:
     """
 
     __slots__ = (
-        *("ended", "gradients", "id", "lock", "min_live_pass", "passes", "receipts", "requests_received"),
+        *("ended", "gradients", "id", "lock", "lost_worker", "min_live_pass", "passes", "receipts", "requests_received"),
         *("requests_sent", "sends", "sent_in"),
     )
 
@@ -100,6 +100,8 @@ class Context:
         """Leaf to its gradient, by identity of the leaf; same shape and dtype as the leaf, dense or sparse."""
         self.ended: bool = False
         """An ended context records no tensors and begins no pass."""
+        self.lost_worker: int | None = None
+        """Id of the worker whose loss has ended it. Its root may still need what would be recorded here."""
         self.lock: threading.Lock = threading.Lock()
         self.requests_sent: dict[int, int] = {}
         """Worker id -> requests sent to it in this context. These workers are notified when the context ends."""

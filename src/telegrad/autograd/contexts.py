@@ -15,6 +15,10 @@ new epoch of the sender. A request or notification that was counted in an earlie
 the core), and one that arrives after the end of its session counts nothing. Otherwise a tombstone would wait for
 requests that never arrive. The return of a lost worker begins another epoch: requests to it may have failed meanwhile.
 
+The loss of a root ends a context, too, and so does the loss of the only worker that sent requests. But the root may be
+alive, if only a session has ended: then its later passes need what would be recorded here. So a context that a loss has
+ended is *broken*, and so are those of the receivers: what is sent in it raises an error instead of going without it.
+
 The root keeps no tombstones: its ids are never reused, so a context that is not in its table has ended.
 """
 
@@ -29,7 +33,7 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.plain.interception import install
 from telegrad.autograd.plain.records import PLAIN, PlainContext
 from telegrad.autograd.recording import record_received, record_sent
-from telegrad.errors import NotInitialized
+from telegrad.errors import NotInitialized, WorkerLost
 from telegrad.worker.diagnostics.size_warning import SizeWarning
 
 __all__ = ["ID_BITS", "Contexts"]
@@ -46,10 +50,12 @@ class Contexts:
     Args:
         worker_id: The worker's id.
         first_id: Start of the counters; no earlier incarnation of the worker may have used an id from it on.
-        notify_end: Notifies a peer that a context has ended: (peer, (context id, number of requests), epoch).
+        notify_end: Notifies a peer that a context has ended: (peer, (context id, number of requests), epoch). After a
+            loss the number is (number of requests, id of the lost worker).
         on_end: Called with each context that has ended, and the reason.
         is_open: Returns whether the session of a connection has not ended.
         warning: Warning about many contexts.
+        name_of: Returns the name of a worker, for errors.
     """
 
     def __init__(
@@ -60,11 +66,14 @@ class Contexts:
         on_end: Callable[[Context, str], None],
         is_open: Callable[[int], bool],
         warning: SizeWarning | None = None,
+        name_of: Callable[[int], str] = str,
     ) -> None:
         self.worker_id = worker_id
         self.table: dict[int, Context] = {}
         self.tombstones: dict[int, dict[int, int]] = {}
         """Ended contexts: for each peer, the requests that it has announced less those that have arrived. Never 0."""
+        self.broken: dict[int, Context] = {}
+        """Contexts with a tombstone that a loss has ended. What is sent in them raises an error."""
         self.plain: PlainContext = PlainContext(worker_id)
         self.leaked: int = 0
         """Number of contexts opened by this worker that were still open when the worker was closed."""
@@ -72,6 +81,7 @@ class Contexts:
         self._on_end = on_end
         self._is_open = is_open
         self._warning = warning
+        self._name_of = name_of
         self._closed = False
         self._lock = threading.Lock()
         base = worker_id << ID_BITS
@@ -98,6 +108,10 @@ class Contexts:
         self._check_size()
         return context
 
+    def find_for_reply(self, context_id: int) -> Context | None:
+        """Return the context of a received reply, also one that a loss has ended."""
+        return self.find(context_id) or self.broken.get(context_id)
+
     def find(self, context_id: int) -> Context | None:
         """Return the context with an id, or None if it has ended on this worker."""
         return self.plain if context_id == PLAIN else self.table.get(context_id)
@@ -115,8 +129,9 @@ class Contexts:
                     return None
                 tombstone = self.tombstones.get(context_id)
                 if tombstone is not None:
+                    broken = self.broken.get(context_id)
                     self._adjust(context_id, tombstone, peer, -1)
-                    return None
+                    return broken
                 context = self.table[context_id] = Context(context_id)
             context.requests_received[peer] = context.requests_received.get(peer, 0) + 1
         self._check_size()
@@ -126,16 +141,27 @@ class Contexts:
         if self._warning is not None:
             self._warning.check(len(self.table))
 
-    def end(self, context: Context, why: str = "it was left") -> None:
-        """End a context on this worker, and on all workers that received its requests."""
+    def end(self, context: Context, why: str = "it was left", lost_worker: int | None = None) -> None:
+        """End a context on this worker, and on all workers that received its requests.
+
+        Args:
+            context: The context.
+            why: The reason, for errors.
+            lost_worker: Id of the worker whose loss is the reason.
+        """
         with self._lock:
             if self.table.pop(context.id, None) is None:
                 return
+            context.lost_worker = lost_worker
             if context.requests_received and context.id >> ID_BITS != self.worker_id:
                 self._add_tombstone(context.id, {peer: -count for peer, count in context.requests_received.items()})
+                if lost_worker is not None:
+                    self.broken[context.id] = context
         self._release(context, why)
 
-    def on_ended(self, peer: int, context_id: int, requests: int, connection: int) -> None:
+    def on_ended(
+        self, peer: int, context_id: int, requests: int, connection: int, lost_worker: int | None = None
+    ) -> None:
         """Process a peer's notification that a context has ended.
 
         Args:
@@ -144,6 +170,7 @@ class Contexts:
             requests: The number of requests that the peer has sent this worker in the context.
             connection: The connection of the notification. If its session has ended, the end of the session has ended
                 the context, or another worker will.
+            lost_worker: Id of the worker whose loss has ended the context at the peer.
         """
         if context_id >> ID_BITS == self.worker_id:
             return  # a root's context ends when the program leaves it
@@ -156,6 +183,9 @@ class Contexts:
                 received = {} if context is None else context.requests_received
                 tombstone = {sender: -count for sender, count in received.items()}
                 self._add_tombstone(context_id, tombstone)
+            if lost_worker is not None:
+                broken = self.broken[context_id] = context or Context(context_id)
+                broken.lost_worker, broken.ended = lost_worker, context is None
             self._adjust(context_id, tombstone, peer, requests)
         if context is not None:
             self._release(context, f"worker {peer} ended it")
@@ -171,13 +201,16 @@ class Contexts:
         self._on_end(context, why)
         del freed
         for peer, requests in requests_sent.items():
-            self._notify_end(peer, (context.id, requests), sent_in.get(peer, 0))
+            what = requests if context.lost_worker is None else (requests, context.lost_worker)
+            self._notify_end(peer, (context.id, what), sent_in.get(peer, 0))
 
     # ---- tombstones; with the lock held
 
     def _add_tombstone(self, context_id: int, tombstone: dict[int, int]) -> None:
         if len(self.tombstones) >= _MAX_TOMBSTONES:
-            self.tombstones.pop(next(iter(self.tombstones)))
+            oldest = next(iter(self.tombstones))
+            del self.tombstones[oldest]
+            self.broken.pop(oldest, None)
         self.tombstones[context_id] = tombstone
 
     def _adjust(self, context_id: int, tombstone: dict[int, int], peer: int, change: int) -> None:
@@ -186,6 +219,7 @@ class Contexts:
             tombstone[peer] = balance
         if not tombstone:
             self.tombstones.pop(context_id, None)
+            self.broken.pop(context_id, None)
 
     # ---- the group
 
@@ -203,6 +237,7 @@ class Contexts:
             for context_id, tombstone in list(self.tombstones.items()):
                 if tombstone.pop(peer, 0) and not tombstone:
                     del self.tombstones[context_id]
+                    self.broken.pop(context_id, None)
             ending: list[Context] = []
             remaining: list[Context] = []
             for context in list(self.table.values()):  # `open` adds contexts without the lock
@@ -214,7 +249,7 @@ class Contexts:
             with context.lock:
                 if context.sent_in.get(peer, epoch) < epoch:
                     del context.requests_sent[peer], context.sent_in[peer]
-            self.end(context, f"worker {peer} is lost")
+            self.end(context, f"worker {peer} is lost", peer)
         for context in remaining:
             with context.lock:
                 self._begin_epoch(context, peer, epoch)
@@ -253,6 +288,7 @@ class Contexts:
             contexts = list(self.table.values())
             self.table.clear()
             self.tombstones.clear()
+            self.broken.clear()
         self.leaked += sum(context.id >> ID_BITS == self.worker_id for context in contexts)
         for context in [*contexts, self.plain]:
             context.requests_sent, context.sent_in = {}, {}
@@ -263,18 +299,24 @@ class Contexts:
         """Discard the state in a forked child: no thread will release the parent's locks."""
         self._closed = True
         self._lock = threading.Lock()
-        self.table, self.tombstones = {}, {}
+        self.table, self.tombstones, self.broken = {}, {}, {}
 
     # ---- messages
 
     def on_send(
         self, context: Context, peer: int, tensors: Sequence[Tensor], request: bool, epoch: int = 0
     ) -> int | None:
-        """Record a message that is about to leave; see `AutogradHooks.on_send`."""
+        """Record a message that is about to leave; see `AutogradHooks.on_send`.
+
+        Raises:
+            WorkerLost: A loss has ended the context here. A message without it would get no gradient.
+        """
         message = next(self._message_ids) if tensors else 0
         record = record_sent(message, peer, tensors) if tensors else None
         with context.lock:
             if context.ended:
+                if context.lost_worker is not None:
+                    raise self._lost(context)
                 return None
             if record is not None:
                 context.sends[message] = record
@@ -283,6 +325,11 @@ class Contexts:
             if request and peer != self.worker_id and not context.is_plain:
                 self._count(context, peer, epoch)
         return message
+
+    def _lost(self, context: Context) -> WorkerLost:
+        root, lost = (self._name_of(worker) for worker in (context.id >> ID_BITS, context.lost_worker or 0))
+        why = f"so autograd context {context.id} of worker {root} has ended on worker {self._name_of(self.worker_id)}"
+        return WorkerLost(lost, why)
 
     @staticmethod
     def _count(context: Context, peer: int, epoch: int) -> None:

@@ -43,6 +43,7 @@ class Autograd:
             self._on_context_end,
             worker.is_open,
             SizeWarning(worker.info.name, "autograd contexts", "warn_contexts", worker.options.warn_contexts),
+            worker.members.name_of,
         )
         self.passes: BackwardManager = BackwardManager(worker, self.contexts)
         self.plain: PlainContext = self.contexts.plain
@@ -58,6 +59,7 @@ class Autograd:
         self.rollback: Callable[[Context, int, int, int | None], None] = self.contexts.rollback
         self.on_request_in_context: Callable[[int, int, int], Context | None] = self.contexts.on_request
         self.find: Callable[[int], Context | None] = self.contexts.find
+        self.find_for_reply: Callable[[int], Context | None] = self.contexts.find_for_reply
         self.wrap: Callable[[Context, int, int], Callable[[list[Tensor]], Sequence[Tensor]]] = self.contexts.wrap
 
     # ---- contexts
@@ -72,12 +74,14 @@ class Autograd:
         Args:
             peer: The peer.
             connection: The connection of the notification.
-            notification: (context id, number of requests), or for the plain context (its id, (the lowest number of the
+            notification: (context id, number of requests), after a loss (context id, (number of requests, id of the
+                lost worker)), or for the plain context (its id, (the lowest number of the
                 peer's passes that is not over, ids of messages that the peer does not need any more)).
         """
         context_id, what = notification
         if context_id != PLAIN:
-            self.contexts.on_ended(peer, context_id, what, connection)
+            requests, *lost = what if isinstance(what, tuple) else (what,)
+            self.contexts.on_ended(peer, context_id, requests, connection, *lost)
             return
         min_live, *messages = what
         self.plain.release(messages)

@@ -41,6 +41,9 @@ class AutogradHooks(Protocol[C]):
         Returns:
             Id under which the tensors are recorded, or 0 without tensors. None if the context has ended; then the
             message does not name the context.
+
+        Raises:
+            WorkerLost: A loss has ended the context on this worker.
         """
 
     def rollback(self, context: C, message: int, peer: int, epoch: int | None) -> None:
@@ -62,7 +65,13 @@ class AutogradHooks(Protocol[C]):
         """
 
     def find(self, context_id: int) -> C | None:
-        """Return the context of a received reply, or None if the context has ended."""
+        """Return a context, or None if it has ended."""
+
+    def find_for_reply(self, context_id: int) -> C | None:
+        """Return the context of a received reply, or None if the context was left.
+
+        A context that a loss has ended is returned: `on_send` raises in it.
+        """
 
     def wrap(self, context: C, peer: int, message: int) -> Callable[[list[Tensor]], Sequence[Tensor]]:
         """Return the function that gets the tensors of a received message.

@@ -397,7 +397,9 @@ class Messages:
                 chain, context_id = context_id, 0
             recorder = self.recorder
             context = (
-                recorder.on_request_in_context(context_id, peer, connection) if request else recorder.find(context_id)
+                recorder.on_request_in_context(context_id, peer, connection)
+                if request
+                else recorder.find_for_reply(context_id)
             )
             if context is not None and message:
                 wrap = recorder.wrap(context, peer, message)
