@@ -108,6 +108,24 @@ def test_functions_for_events_may_call_and_fail(caplog: pytest.LogCaptureFixture
         assert not caplog.text
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_function_for_events_that_exits(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """Later functions and events are called all the same."""
+    names: SimpleQueue[str] = SimpleQueue()
+
+    def leave(_: rpc.WorkerInfo) -> None:
+        raise error
+
+    with cluster(1, dynamic=True) as group:
+        rpc.on_join(leave)
+        rpc.on_join(lambda info: names.put(info.name))
+        for name in ("w1", "w2"):
+            group.workers.append(Worker(name, store=group.store))
+            assert names.get(timeout=LONG) == name
+    assert caplog.text.count("a function for events of the group raised an exception") == 2
+    assert "internal error" not in caplog.text
+
+
 def test_events_outside_of_a_group() -> None:
     for subscribe in (rpc.on_join, rpc.on_leave, rpc.on_lost):
         with pytest.raises(NotInitialized):
