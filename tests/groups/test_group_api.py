@@ -17,6 +17,7 @@ from telegrad.group.log import lease_key, lease_value
 from telegrad.protocols.leases import Watch
 from telegrad.protocols.membership import Lose
 from telegrad.rpc import Options, Worker
+from telegrad.rpc.groups import wait_until
 from telegrad.testing import Cluster, cluster, eventually
 
 SOON = 0.2  # s; of waits that are meant to end
@@ -160,6 +161,19 @@ def test_wait_for_a_worker_that_was_lost() -> None:
         is_out(group[1])
         group.workers[1] = Worker("w1", store=group.store)
         assert rpc.wait_for_worker("w1", timeout=LONG).name == "w1"
+
+
+def test_changes_of_the_group_do_not_shorten_a_wait() -> None:
+    """A change looks for the value once more; only the clock ends the wait."""
+    changed, calls = threading.Event(), 0
+
+    def find() -> int | None:
+        nonlocal calls
+        calls += 1
+        changed.set()
+        return calls if calls == 1000 else None
+
+    assert wait_until(find, changed, LONG, "wait for a test", "") == 1000
 
 
 # ---- services
