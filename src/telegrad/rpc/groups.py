@@ -262,4 +262,4 @@ def broadcast(
     worker = open_worker()
     name = worker.members.resolve(source).name
     names = _names(worker, workers) | {name}
-    return broadcast_to(worker, value, name, names, seconds_of(worker, timeout) or 0.0, api._broadcast_to_followers)
+    return broadcast_to(worker, value, name, names, seconds_of(worker, timeout) or 0.0)
