@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from telegrad import rpc
 from telegrad.errors import TelegradError
 from telegrad.rpc import Worker
 from telegrad.rpc.api import _all_gather
 from telegrad.rpc.collectives import LeftWhileGathering, LostWhileGathering, gathering_of
+from telegrad.rpc.gathering import Gathering
 from telegrad.testing import Cluster, cluster, eventually, run_all
 
 TIMEOUT = 20.0  # s
+SOON = 0.2  # s; of waits that are meant to end
 WHOLE = {"w0": 0, "w1": 1, "w2": 2}
 
 
@@ -98,3 +101,127 @@ def test_the_leader_notices_the_end_of_an_unconnected_worker() -> None:
         two[1].shutdown(graceful=False)
         found = gather(two, 0, {"w0", "w1"})
     assert isinstance(found, LostWhileGathering)
+
+
+# ---- workers that come back
+
+
+def replace(group: Cluster, rank: int) -> None:
+    """Replace a worker by another process, of which all others know."""
+    leave(group, rank)
+    group.workers[rank] = Worker(f"w{rank}", store=group.store)
+    newest = group[rank]._worker.incarnation
+    for worker in group:
+        eventually(lambda: worker._worker is group[rank]._worker or knows(worker, rank, newest))  # noqa: B023
+
+
+def knows(worker: Worker, rank: int, incarnation: int) -> bool:
+    member = worker._worker.members.get(rank)
+    return member is not None and member.incarnation == incarnation
+
+
+def run_operations(group: Cluster) -> None:
+    """Run each operation twice, on all workers; no value is kept."""
+    names = [f"w{rank}" for rank in range(len(group))]
+    for turn in range(2):
+        values = group.on_each(lambda rank: rpc.all_gather(rank, names, TIMEOUT))
+        assert values == [{name: rank for rank, name in enumerate(names)}] * len(group)
+        for source in range(len(group)):
+            sent = group.on_each(lambda rank: rpc.broadcast((turn, rank), source, names, TIMEOUT))  # noqa: B023
+            assert sent == [(turn, source)] * len(group)
+    assert [gathering_of(worker._worker).states for worker in group] == [{}] * len(group)
+
+
+def make_late(worker: Worker) -> None:
+    """Have a worker know only the processes of now."""
+    gathering = gathering_of(worker._worker)
+    ordinals = {name: gathering._known((name,))[0] for name in WHOLE}
+    gathering._known = lambda names: tuple(ordinals[name] for name in names)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_operations_with_a_worker_that_came_back(rank: int) -> None:
+    with cluster(3, dynamic=True) as group:
+        run_operations(group)
+        for _ in range(2):
+            replace(group, rank)
+            run_operations(group)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_operations_while_a_worker_does_not_know_a_new_process(late: int) -> None:
+    with cluster(3, dynamic=True) as group:
+        run_operations(group)
+        make_late(group[late])
+        replace(group, 2)
+        run_operations(group)
+
+
+def test_the_leader_begins_again_with_a_new_process() -> None:
+    """Also for a worker that waits already."""
+    with cluster(3, dynamic=True) as group:
+        run_operations(group)
+        for worker in group.workers[:2]:
+            make_late(worker)
+        replace(group, 2)
+        states = gathering_of(group[0]._worker).states
+
+        def last() -> Any:
+            eventually(lambda: any(len(state.gathered_objects) == 2 for state in states.values()))
+            return gather(group, 2, set(WHOLE))
+
+        first = (partial(gather, group, i, set(WHOLE)) for i in range(2))
+        assert run_concurrently(*first, last) == [WHOLE] * 3
+        assert states == {}
+
+
+def test_late_messages_for_a_previous_process() -> None:
+    old, new = Gathering("w1", lambda names: (1,) * len(names)), Gathering("w1", lambda names: (2,) * len(names))
+    sequence_id = str(old.next_id(("w0", "w1"), "test"))
+    new.fail(sequence_id, TelegradError("too late"))
+    new.begin_again(sequence_id, (1, 1))
+    assert new.proceed(sequence_id, {"w0": 0, "w1": 1}) == "2,2"
+    assert new.collect(sequence_id, "w0", 0, {"w0", "w1"}) == "2,2"
+    assert new.states == {}
+
+
+def test_results_for_the_previous_processes_come_first() -> None:
+    ordinals = {"w0": 1, "w1": 1, "w2": 1}
+    follower = Gathering("w1", lambda names: tuple(ordinals[name] for name in names))
+    leader = Gathering("w0", lambda names: tuple(ordinals[name] for name in names))
+    before = leader.next_id(ordinals, "test")
+    follower.fail(str(before), TelegradError("w2 was lost"))
+    ordinals["w2"] = 2
+    for expected in (before, leader.next_id(ordinals, "test")):
+        op, _, _ = follower.begin(ordinals, "test")
+        assert op == expected
+        follower.finish(op)
+
+
+# ---- values of operations that have failed
+
+
+def test_late_values_of_a_failed_operation_are_not_kept() -> None:
+    with cluster(2) as group:
+        leader, follower = (gathering_of(worker._worker) for worker in group)
+        for rank, missing in ((0, "w1"), (1, "w0")):
+            with group[rank], pytest.raises(TelegradError, match=rf"\['{missing}'\] timed out"):
+                rpc.all_gather(1, timeout=SOON) if rank == 0 else rpc.broadcast(None, "w0", timeout=SOON)
+        assert (leader.states, follower.states) == ({}, {})
+        with group[1], pytest.raises(TelegradError, match="w0 has ended this operation without w1"):
+            rpc.all_gather(1, timeout=TIMEOUT)
+        with group[0]:
+            rpc.broadcast(1, "w0", timeout=TIMEOUT)
+        assert (leader.states, follower.states) == ({}, {})
+        assert group.on_each(lambda rank: rpc.all_gather(rank)) == [{"w0": 0, "w1": 1}] * 2
+        assert group.on_each(lambda rank: rpc.broadcast(rank, "w0")) == [0] * 2
+
+
+def test_values_of_an_operation_with_a_lost_worker_are_not_kept(four: Cluster) -> None:
+    leave(four, 3)
+    names = {"w0", "w1", "w3"}
+    assert isinstance(gather(four, 0, names), LeftWhileGathering)
+    assert gathering_of(four[0]._worker).states == {}
+    eventually(lambda: gathering_of(four[1]._worker).states)  # what the leader has sent
+    assert isinstance(gather(four, 1, names), LeftWhileGathering)
+    assert gathering_of(four[1]._worker).states == {}

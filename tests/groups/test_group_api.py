@@ -17,6 +17,7 @@ from telegrad.group.log import lease_key, lease_value
 from telegrad.protocols.leases import Watch
 from telegrad.protocols.membership import Lose
 from telegrad.rpc import Options, Worker
+from telegrad.rpc.groups import wait_until
 from telegrad.testing import Cluster, cluster, eventually
 
 SOON = 0.2  # s; of waits that are meant to end
@@ -108,6 +109,24 @@ def test_functions_for_events_may_call_and_fail(caplog: pytest.LogCaptureFixture
         assert not caplog.text
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_function_for_events_that_exits(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """Later functions and events are called all the same."""
+    names: SimpleQueue[str] = SimpleQueue()
+
+    def leave(_: rpc.WorkerInfo) -> None:
+        raise error
+
+    with cluster(1, dynamic=True) as group:
+        rpc.on_join(leave)
+        rpc.on_join(lambda info: names.put(info.name))
+        for name in ("w1", "w2"):
+            group.workers.append(Worker(name, store=group.store))
+            assert names.get(timeout=LONG) == name
+    assert caplog.text.count("a function for events of the group raised an exception") == 2
+    assert "internal error" not in caplog.text
+
+
 def test_events_outside_of_a_group() -> None:
     for subscribe in (rpc.on_join, rpc.on_leave, rpc.on_lost):
         with pytest.raises(NotInitialized):
@@ -142,6 +161,19 @@ def test_wait_for_a_worker_that_was_lost() -> None:
         is_out(group[1])
         group.workers[1] = Worker("w1", store=group.store)
         assert rpc.wait_for_worker("w1", timeout=LONG).name == "w1"
+
+
+def test_changes_of_the_group_do_not_shorten_a_wait() -> None:
+    """A change looks for the value once more; only the clock ends the wait."""
+    changed, calls = threading.Event(), 0
+
+    def find() -> int | None:
+        nonlocal calls
+        calls += 1
+        changed.set()
+        return calls if calls == 1000 else None
+
+    assert wait_until(find, changed, LONG, "wait for a test", "") == 1000
 
 
 # ---- services

@@ -196,14 +196,14 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 # ---- the group
 
 
-def _gather_to_leader(sequence_id: str, worker_name: str, obj: object, worker_names: set[str] | None = None) -> None:
+def _gather_to_leader(sequence_id: str, worker_name: str, obj: object, worker_names: set[str] | None = None) -> Any:
     worker = _worker()
     names = worker_names or {info.name for info in worker.members.infos()}
-    gathering_of(worker).collect(sequence_id, worker_name, obj, set(names))
+    return gathering_of(worker).collect(sequence_id, worker_name, obj, set(names))
 
 
-def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, object]) -> None:
-    gathering_of(_worker()).proceed(sequence_id, objects_map)
+def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, object]) -> Any:
+    return gathering_of(_worker()).proceed(sequence_id, objects_map)
 
 
 def _all_gather(

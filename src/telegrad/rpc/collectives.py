@@ -4,13 +4,16 @@ As in torch, the worker with the smallest name is the leader: it collects a valu
 to each.
 """
 
-import threading
+import math
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from telegrad.errors import TelegradError, WorkerLost
+from telegrad.protocols.membership import ordinal_of
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
+from telegrad.rpc.gathering import AllGatherStates, Gathering, OperationId, ordinals_of, text_of
 from telegrad.waits import wait_for
 from telegrad.wire import Flag
 from telegrad.worker import Worker
@@ -18,6 +21,8 @@ from telegrad.worker.calls.multicast import call_many
 from telegrad.worker.scope import current
 
 __all__ = ["AllGatherStates", "Gathering", "LeftAfterGathering", "LostWhileGathering", "gather", "gathering_of"]
+
+_AGAIN = "again"  # instead of a failure: the leader begins again
 
 
 class _Ended(TelegradError):
@@ -36,73 +41,17 @@ class LeftAfterGathering(TelegradError):
     """Loss of workers after all took part, but before all confirmed the result."""
 
 
-class AllGatherStates:
-    """State of one gathering in progress, on one worker.
-
-    Example::
-
-        state = rpc.AllGatherStates()
-        assert not state.proceed_signal.is_set()
-    """
-
-    def __init__(self) -> None:
-        self.gathered_objects: dict[str, object] = {}
-        self.proceed_signal: threading.Event = threading.Event()
-        self.failure: TelegradError | None = None  # the error with which the leader ended it
-
-
-class Gathering:
-    """Gatherings of one worker, by sequence id."""
-
-    def __init__(self) -> None:
-        self.lock: threading.RLock = threading.RLock()
-        self.sequences: dict[str, int] = {}
-        self.states: dict[str, AllGatherStates] = {}
-
-    def next_id(self, names: set[str], purpose: str = "") -> str:
-        """Return the next id for a set of workers and a purpose; the same on all of them."""
-        joined = purpose + "".join(sorted(names))
-        with self.lock:
-            number = self.sequences.get(joined, 0)
-            self.sequences[joined] = number + 1
-        return joined + str(number)
-
-    def state(self, sequence_id: str) -> AllGatherStates:
-        with self.lock:
-            return self.states.setdefault(sequence_id, AllGatherStates())
-
-    def collect(self, sequence_id: str, name: str, value: object, names: set[str]) -> None:
-        """Add the value of a worker, on the leader."""
-        with self.lock:
-            state = self.state(sequence_id)
-            if name in state.gathered_objects:
-                raise TelegradError(f"{name} reported intent sequence id {sequence_id} twice. ")
-            state.gathered_objects[name] = value
-            if set(state.gathered_objects) == names:
-                state.proceed_signal.set()
-
-    def proceed(self, sequence_id: str, values: dict[str, object]) -> None:
-        """Store the values of all workers and end the wait, on a follower."""
-        state = self.state(sequence_id)
-        if state.proceed_signal.is_set():
-            raise TelegradError(f"Termination signal sequence id {sequence_id} got set twice.")
-        state.gathered_objects = values
-        state.proceed_signal.set()
-
-    def fail(self, sequence_id: str, failure: TelegradError) -> None:
-        """End the wait with the leader's failure, on a follower."""
-        state = self.state(sequence_id)
-        state.failure = failure
-        state.proceed_signal.set()
-
-    def finish(self, sequence_id: str) -> dict[str, Any]:
-        with self.lock:
-            return self.states.pop(sequence_id).gathered_objects
-
-
 def gathering_of(worker: Worker) -> Gathering:
-    """Return the gatherings of a worker."""
-    found: Gathering = worker.attachments.setdefault("gathering", Gathering())
+    """Return the operations of a worker."""
+
+    def known(names: tuple[str, ...]) -> tuple[int, ...]:
+        latest = worker.membership.log.view.latest if worker.membership is not None else {}
+        own = {worker.info.name: worker.incarnation}
+        return tuple(ordinal_of(own.get(name) or latest.get(name, 0)) for name in names)
+
+    found: Gathering | None = worker.attachments.get("gathering")
+    if found is None:
+        found = worker.attachments.setdefault("gathering", Gathering(worker.info.name, known))
     return found
 
 
@@ -111,8 +60,8 @@ def gather(
     value: object,
     names: set[str],
     timeout: float,
-    gather_to_leader: Callable[..., None],
-    broadcast: Callable[..., None],
+    gather_to_leader: Callable[..., object],
+    broadcast: Callable[..., object],
     purpose: str = "",
 ) -> dict[str, Any]:
     """Gather as `telegrad.rpc.api._all_gather` does.
@@ -129,36 +78,97 @@ def gather(
     Raises:
         TelegradError: some workers did not take part in time, or are lost.
     """
-    gathering = gathering_of(worker)
-    leader = min(names)
-    sequence_id = gathering.next_id(names, purpose)
+    me, leader = worker.info.name, min(names)
     if timeout == UNSET_RPC_TIMEOUT:
         rpc_timeout, patience = worker.calls.default_timeout / 1e9, None
     else:
         rpc_timeout, patience = timeout, timeout or None
-    me = worker.info.name
-    if leader == me:
-        gathering.collect(sequence_id, me, value, names)
-    else:
-        worker.start_internal(
-            worker.members.resolve(leader).id, gather_to_leader, (sequence_id, me, value, names), rpc_timeout
-        ).wait()
-    state = gathering.state(sequence_id)
-    try:
-        _wait_for(worker, state, names, leader, patience)
-    except _Ended as e:
+    wait, values = _Patience(patience), None
+    while True:
         if leader == me:
-            _tell_followers(worker, sequence_id, names - {me}, e, rpc_timeout)
-        raise
-    if leader == me:
-        _send_to_followers(worker, sequence_id, state.gathered_objects, names, broadcast, rpc_timeout)
-    return gathering.finish(sequence_id)
+            values = _lead(worker, purpose, value, names, wait, rpc_timeout, broadcast)
+        else:
+            values = _follow(worker, purpose, value, names, wait, rpc_timeout, gather_to_leader)
+        if values is not None:
+            return values
 
 
-def broadcast_to(
-    worker: Worker, value: object, source: str, names: set[str], timeout: float, broadcast: Callable[..., None]
-) -> Any:
+class _Patience:
+    """Limit of a wait in seconds; None for no limit."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds: float = seconds or 0.0
+        self._until = math.inf if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float | None:
+        """Return the seconds that are left, None for no limit."""
+        return None if self._until == math.inf else max(self._until - time.monotonic(), 0.0)
+
+
+def _lead(
+    worker: Worker,
+    purpose: str,
+    value: object,
+    names: set[str],
+    patience: _Patience,
+    timeout: float,
+    broadcast: Callable[..., object],
+) -> dict[str, Any] | None:
+    """Collect the values and send them to the followers.
+
+    Returns:
+        The values; None to begin again, because a process was replaced.
+    """
+    gathering, me = gathering_of(worker), worker.info.name
+    op, state, outdated = gathering.begin(names, purpose)
+    try:
+        newest = text_of(gathering.newest(op.key))
+        for text, waiting in outdated:
+            _tell_followers(worker, text, waiting - {me}, _AGAIN, newest, timeout)
+        gathering.collect(str(op), me, value, names)
+        try:
+            if not _wait_for(worker, op, state, names, me, patience):
+                state.is_running = False  # the next `begin` gives the workers that wait for it
+                return None
+        except _Ended as e:
+            _tell_followers(worker, str(op), names - {me}, type(e).__name__, str(e), timeout)
+            raise
+        _send_to_followers(worker, names - {me}, (str(op), state.gathered_objects), broadcast, timeout)
+        return state.gathered_objects
+    finally:
+        if state.is_running:
+            gathering.finish(op)
+
+
+def _follow(
+    worker: Worker,
+    purpose: str,
+    value: object,
+    names: set[str],
+    patience: _Patience,
+    timeout: float,
+    gather_to_leader: Callable[..., object],
+) -> dict[str, Any] | None:
+    """Send the value to the leader and wait for all values. Return as `_lead` does."""
+    gathering, me, leader = gathering_of(worker), worker.info.name, min(names)
+    op, state, _ = gathering.begin(names, purpose)
+    try:
+        if state.failure is None:
+            newest = worker.start_internal(
+                worker.members.resolve(leader).id, gather_to_leader, (str(op), me, value, names), timeout
+            ).wait()
+            if newest is not None and state.failure is None:
+                gathering.hear(op.key, ordinals_of(newest))
+                return None
+        return state.gathered_objects if _wait_for(worker, op, state, names, leader, patience) else None
+    finally:
+        gathering.finish(op)
+
+
+def broadcast_to(worker: Worker, value: object, source: str, names: set[str], timeout: float) -> Any:
     """Return the value of one worker on all of them.
+
+    The source counts its values per follower, so a follower that comes back does not concern the others.
 
     Args:
         worker: this worker.
@@ -166,46 +176,50 @@ def broadcast_to(
         source: name of the source.
         names: the workers that take part.
         timeout: seconds; 0 is no limit.
-        broadcast: runs on each follower, with the value.
 
     Raises:
         TelegradError: the source did not send the value in time, left, or is lost.
     """
-    gathering = gathering_of(worker)
-    sequence_id = gathering.next_id(names, f"broadcast of {source} ")
-    state = gathering.state(sequence_id)
-    try:
-        if source == worker.info.name:
-            _send_to_followers(worker, sequence_id, {source: value}, names, broadcast, timeout)
-            return value
-        _wait_for(worker, state, {source}, source, timeout or None)
-        return state.gathered_objects[source]
-    finally:
-        gathering.finish(sequence_id)
+    gathering, me = gathering_of(worker), worker.info.name
+    purpose = f"broadcast of {source} to {','.join(sorted(names))}"
+    if source == me:
+        followers = names - {me}
+        while followers:
+            ids = {name: gathering.next_id((me, name), purpose) for name in followers}
+            texts = {name: str(op) for name, op in ids.items()}
+            replies = _send_to_followers(worker, followers, (texts, {source: value}), _hear_broadcast, timeout)
+            followers = {name for name, newest in replies.items() if newest is not None}
+            for name in followers:  # new processes, of which this worker has not known
+                gathering.hear(ids[name].key, ordinals_of(replies[name]))
+        return value
+    patience = _Patience(timeout or None)
+    while True:
+        op, state, _ = gathering.begin((source, me), purpose)
+        try:
+            if _wait_for(worker, op, state, {source}, source, patience):
+                return state.gathered_objects[source]
+        finally:
+            gathering.finish(op)
 
 
 def _send_to_followers(
-    worker: Worker,
-    sequence_id: str,
-    values: dict[str, object],
-    names: set[str],
-    broadcast: Callable[..., None],
-    timeout: float,
-) -> None:
-    followers = sorted(names - {worker.info.name})
+    worker: Worker, names: set[str], arguments: tuple[object, ...], broadcast: Callable[..., object], timeout: float
+) -> dict[str, Any]:
+    """Call a function on followers and return the results."""
+    followers = sorted(names)
     told = call_many(
         worker.calls,
         [worker.members.resolve(name).id for name in followers],
         broadcast,
-        (sequence_id, values),
+        arguments,
         {},
         worker.calls.timeout(timeout),
         int(Flag.INTERNAL),
     )
-    errors = []
+    errors, results = [], {}
     for name, future in zip(followers, told, strict=True):
         try:
-            future.wait()
+            results[name] = future.wait()
         except RuntimeError as e:
             errors.append((name, e))
     if errors:
@@ -215,50 +229,71 @@ def _send_to_followers(
             f"Followers {[name for name, _ in errors]} timed out in _all_gather after {timeout:.2f} seconds."
             f" The first exception is {errors[0][1]}"
         )
+    return results
 
 
-def _wait_for(worker: Worker, state: AllGatherStates, names: set[str], leader: str, patience: float | None) -> None:
+def _wait_for(
+    worker: Worker, op: OperationId, state: AllGatherStates, names: set[str], leader: str, patience: _Patience
+) -> bool:
     """Wait until all values have arrived.
 
     The leader needs all workers, a follower only the leader. The loss of a needed worker ends the wait. A follower must
     ignore the loss of another follower, which may have had its reply already.
+
+    Returns:
+        False if the operation has to begin again, with a newer process of a worker: the leader says so, and no worker
+        has the result; or only a value of the leader is awaited, which has come back.
     """
-    needed = names if leader == worker.info.name else {leader}
+    members, signal, me = worker.members, state.proceed_signal, worker.info.name
+    needed = names if leader == me else {leader}
+    is_connected = False  # without a link, the loss of a worker stays unnoticed
+    with members.on_change(signal.set):
+        while True:
+            signal.clear()
+            left = patience.left()
+            if set(state.gathered_objects) >= names:
+                return True
+            if state.failure is not None:
+                raise state.failure
+            newest = dict(zip(op.names, gathering_of(worker).newest(op.key), strict=True))
+            replaced = {name for name, old in zip(op.names, op.ordinals, strict=True) if newest[name] > old} & needed
+            if state.is_outdated or (replaced and (leader == me or names == {leader})):
+                return False
+            _check_losses(worker, op, needed, replaced)
+            if left == 0.0:
+                missing = sorted(names - set(state.gathered_objects)) if leader == me else [leader]
+                raise TelegradError(
+                    f"Followers {missing} timed out in _all_gather after {patience.seconds:.2f} seconds."
+                )
+            if not is_connected:
+                is_connected = True
+                worker.ensure_connected(info.id for info in members.infos() if info.name in needed - {me})
+            wait_for(signal, left)
 
-    def look() -> None:
-        if worker.members.lost_names() & needed:
-            state.proceed_signal.set()
 
-    with worker.members.on_change(look):
-        look()
-        if not state.proceed_signal.is_set():  # without a link, the loss of a worker stays unnoticed
-            worker.ensure_connected(
-                info.id for info in worker.members.infos() if info.name in needed - {worker.info.name}
-            )
-        arrived = wait_for(state.proceed_signal, patience)
-    if set(state.gathered_objects) >= names:
-        return
-    if state.failure is not None:
-        raise state.failure
-    lost = worker.members.lost_names() & needed
+def _check_losses(worker: Worker, op: OperationId, needed: set[str], replaced: set[str]) -> None:
+    """Raise an error if the process of a needed worker is gone.
+
+    A loss is of the newest process in the group's log that this worker has read. The id may have a newer one.
+    """
+    processes = dict(zip(op.names, op.ordinals, strict=True))
+    ended = worker.members.lost_processes()
+    lost = {name for name in needed & ended.keys() if ordinal_of(ended[name]) >= processes[name]}
     left = worker.members.departed_names() & lost
     if left:
         raise LeftWhileGathering(
             f"workers {', '.join(sorted(left))} left before the whole group had gathered; see their errors"
         )
-    if lost:
-        raise LostWhileGathering(f"workers {', '.join(sorted(lost))} were lost while the group gathered")
-    if not arrived:
-        missing = sorted(names - set(state.gathered_objects)) if leader == worker.info.name else [leader]
-        raise TelegradError(f"Followers {missing} timed out in _all_gather after {patience or 0:.2f} seconds.")
+    if lost | replaced:
+        raise LostWhileGathering(f"workers {', '.join(sorted(lost | replaced))} were lost while the group gathered")
 
 
-def _tell_followers(worker: Worker, sequence_id: str, names: set[str], failure: "_Ended", timeout: float) -> None:
+def _tell_followers(worker: Worker, sequence_id: str, names: set[str], kind: str, text: str, timeout: float) -> None:
     """Send the leader's failure to the followers without waiting for replies."""
     there = names - worker.members.lost_names()
     for info in worker.members.infos():
         if info.name in there:
-            what = (sequence_id, type(failure).__name__, str(failure))
+            what = (sequence_id, kind, text)
             worker.start_internal(info.id, _hear_of_failure, what, timeout).add_done_callback(_read_result)
 
 
@@ -268,8 +303,22 @@ def _read_result(told: Any) -> None:
 
 
 def _hear_of_failure(sequence_id: str, kind: str, text: str) -> None:
-    """Run on the followers: end their wait with the leader's failure."""
+    """Run on the followers: end their wait, or let them begin again."""
+    gathering = _gathering_here()
+    if kind == _AGAIN:
+        gathering.begin_again(sequence_id, ordinals_of(text))
+        return
+    failures = {each.__name__: each for each in (LostWhileGathering, LeftWhileGathering)}
+    gathering.fail(sequence_id, failures[kind](text))
+
+
+def _hear_broadcast(sequence_ids: dict[str, str], values: dict[str, object]) -> str | None:
+    """Run on the followers of a broadcast: store the value. The ids are by follower."""
+    gathering = _gathering_here()
+    return gathering.proceed(sequence_ids[gathering.name], values)
+
+
+def _gathering_here() -> Gathering:
     scope = current.get()
     assert scope is not None
-    failures = {each.__name__: each for each in (LostWhileGathering, LeftWhileGathering)}
-    gathering_of(scope.worker).fail(sequence_id, failures[kind](text))
+    return gathering_of(scope.worker)

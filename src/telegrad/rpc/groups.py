@@ -1,6 +1,8 @@
 """Events of the group of a worker, and operations of all its live members."""
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -159,17 +161,16 @@ def wait_until(find: Callable[[], Any], changed: threading.Event, limit: float |
     Raises:
         RpcTimeout: It has returned None for `limit` seconds.
     """
-    waited = 0.0
+    until = math.inf if limit is None else time.monotonic() + limit
     while True:
         changed.clear()
+        is_late = time.monotonic() >= until
         found = find()
         if found is not None:
             return found
-        if limit is not None and waited >= limit:
+        if limit is not None and is_late:
             raise RpcTimeout(limit, what, "no answer", remedy)
-        pause = _POLL if limit is None else min(_POLL, limit - waited)
-        wait_for(changed, pause)
-        waited += pause
+        wait_for(changed, max(min(_POLL, until - time.monotonic()), 0.0))
 
 
 def _names(worker: Worker, workers: Iterable[To] | None) -> set[str]:
@@ -261,4 +262,4 @@ def broadcast(
     worker = open_worker()
     name = worker.members.resolve(source).name
     names = _names(worker, workers) | {name}
-    return broadcast_to(worker, value, name, names, seconds_of(worker, timeout) or 0.0, api._broadcast_to_followers)
+    return broadcast_to(worker, value, name, names, seconds_of(worker, timeout) or 0.0)

@@ -86,5 +86,5 @@ class GroupEvents:
                     continue
                 try:
                     function(*arguments)
-                except Exception:
+                except BaseException:  # SystemExit too: it would end neither the process nor this thread of the pool
                     logger.exception("a function for events of the group raised an exception; the others are called")

@@ -50,15 +50,17 @@ class Members:
         info = WorkerInfo(member.name, member.id)
         with self._lock:
             known = self._members.get(member.id)
-            self._members[member.id] = member
             self._names[member.id] = member.name
+            was_retired = member.id in self._retired
+            replaced = known is not None and known.incarnation != member.incarnation
+            if replaced or was_retired:  # the loss is of the previous process: `lost_processes`
+                self.mark_present(member.id)
+            self._members[member.id] = member
             self._incarnations[member.id] = member.incarnation
             self.by_key[member.name] = self.by_key[member.id] = info
-            was_retired = member.id in self._retired
             self._retired.pop(member.id, None)
             self._ends.pop(member.name, None)
             self._ends.pop(member.id, None)
-        replaced = known is not None and known.incarnation != member.incarnation
         return replaced or was_retired
 
     def retire(self, worker_id: int, death: str = "") -> None:
@@ -203,6 +205,18 @@ class Members:
     def lost_names(self) -> set[str]:
         """Return the names of workers that are gone."""
         return self._names_of(self.lost)
+
+    def lost_processes(self) -> dict[str, int]:
+        """Return the names of workers that are gone, and their incarnations.
+
+        These are the newest ones that this worker has read in the log.
+        """
+        found = {}
+        for peer in list(self.lost):
+            member, name = self._members.get(peer), self.name_of(peer)
+            if name in self._names_of([peer]):
+                found[name] = self.incarnation_of(peer) if member is None else member.incarnation
+        return found
 
     def _names_of(self, gone: Iterable[int]) -> set[str]:
         """Return the names of these ids, except names that another id has taken."""
