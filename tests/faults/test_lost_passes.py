@@ -187,7 +187,7 @@ def through_w2_when_open(x: torch.Tensor, gate: Gate) -> torch.Tensor:
 
 
 def test_a_result_without_its_context_is_an_error() -> None:
-    """Only w1 and w2 lose their session; the call of w0 to w2 goes on. A gradient without that part would be wrong."""
+    """Only the session of w1 and w2 ends; the call of w0 to w2 goes on."""
     options = Options(transports=("tcp",), faults=str(Plan()), resume=False, rpc_timeout=LIMIT)
     with cluster(3, options) as group:
         gate = Gate()

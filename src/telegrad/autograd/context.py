@@ -85,8 +85,8 @@ class Context:
     """
 
     __slots__ = (
-        *("ended", "gradients", "id", "lock", "lost_worker", "min_live_pass", "passes", "receipts", "requests_received"),
-        *("requests_sent", "sends", "sent_in"),
+        *("ended", "gradients", "id", "lock", "lost_worker", "min_live_pass", "passes", "receipts"),
+        *("requests_received", "requests_sent", "sends", "sent_in"),
     )
 
     is_plain: bool = False
@@ -101,7 +101,7 @@ class Context:
         self.ended: bool = False
         """An ended context records no tensors and begins no pass."""
         self.lost_worker: int | None = None
-        """Id of the worker whose loss has ended it. Its root may still need what would be recorded here."""
+        """Id of a worker, if its loss has ended the context. The root may still need what would be recorded here."""
         self.lock: threading.Lock = threading.Lock()
         self.requests_sent: dict[int, int] = {}
         """Worker id -> requests sent to it in this context. These workers are notified when the context ends."""

@@ -62,7 +62,7 @@ class Contexts:
         self,
         worker_id: int,
         first_id: int,
-        notify_end: Callable[[int, tuple[int, int], int], None],
+        notify_end: Callable[[int, tuple[int, object], int], None],
         on_end: Callable[[Context, str], None],
         is_open: Callable[[int], bool],
         warning: SizeWarning | None = None,
@@ -147,7 +147,7 @@ class Contexts:
         Args:
             context: The context.
             why: The reason, for errors.
-            lost_worker: Id of the worker whose loss is the reason.
+            lost_worker: Id of a worker, if its loss is the reason.
         """
         with self._lock:
             if self.table.pop(context.id, None) is None:
@@ -170,7 +170,7 @@ class Contexts:
             requests: The number of requests that the peer has sent this worker in the context.
             connection: The connection of the notification. If its session has ended, the end of the session has ended
                 the context, or another worker will.
-            lost_worker: Id of the worker whose loss has ended the context at the peer.
+            lost_worker: Id of a worker, if its loss has ended the context at the peer.
         """
         if context_id >> ID_BITS == self.worker_id:
             return  # a root's context ends when the program leaves it

@@ -63,8 +63,9 @@ def init_rpc(
         name: of this worker, unique in the group: letters, digits, ``_``, ``-`` and ``:``, fewer than 128 of them.
         backend: a member of ``backend_registry.BackendType``; usually omitted.
         rank: of this worker, unique, from 0. With ``env://`` it may come from the environment (RANK). A worker of a
-            dynamic group without a rank gets the lowest free one; the first such worker to bind the port of ``tcp://``
-            or ``env://`` hosts the store. With torch's own options a rank is required, as in torch.
+            dynamic group without a rank gets the next one, or that which its name had before; the first such worker to
+            bind the port of ``tcp://`` or ``env://`` hosts the store. With torch's own options a rank is
+            required, as in torch.
         world_size: number of workers. If neither it nor the rank is given, both come from RANK and WORLD_SIZE with
             ``env://``, if a launcher like torchrun has set them; ``ranks_from_environment`` of ``Options`` switches
             that off. Without a world size the group is dynamic: workers join and leave at any time.
