@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 from telegrad.errors import TelegradError
+from telegrad.group import rendezvous
 from telegrad.group.group_store import GroupStore, group_store_of
 from telegrad.group.records import Group, Member, sealed, seat_of, unsealed
 from telegrad.group.store_waits import Store
@@ -81,6 +82,12 @@ class GroupLog:
             if epoch % _INTERVAL == 0:
                 self.store.set(_CHECKPOINT, sealed(self._state(), self._group))
             return True, events
+
+    def reconnect(self, timeout: float) -> bool:
+        """Connect to the store again after `StoreGone`; see `GroupStore.reconnect`."""
+        group = self._group
+        assert group is not None
+        return self.store.reconnect(timeout, lambda store: rendezvous.is_store_of(store, group))
 
     def _refresh(self, strict: bool) -> list[Event]:
         with self._lock:
