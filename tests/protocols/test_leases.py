@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from telegrad.protocols.joining import Newcomer, Refusal
-from telegrad.protocols.leases import RELEASED, Timing, Watch
+from telegrad.protocols.leases import RELEASED, Timing, Watch, lease_value
 
 TIMING = Timing(8.0)  # renewals each second, patience 1.2 s
 
@@ -31,6 +31,23 @@ def test_a_lease_expires_without_renewals() -> None:
     watch.observe(108.0, "2")
     assert not watch.has_expired(115.9)
     assert watch.has_expired(116.0)
+
+
+@pytest.mark.parametrize("lifetime", [2.0, 32.0])
+def test_the_lifetime_is_that_of_the_member(lifetime: float) -> None:
+    """An observer with other options neither removes a live member nor waits longer."""
+    lease = lease_value(1, "process", 0, lifetime)
+    watch = observed(Watch(TIMING, 100.0, lease), 100.0 + lifetime - 1.0, lease)
+    assert not watch.has_expired(100.0 + lifetime - 0.1)
+    assert watch.has_expired(100.0 + lifetime)
+    assert watch.is_silent(100.0 + 1.2 * lifetime / 8 + 0.01)
+    assert not watch.is_silent(100.0 + 1.2 * lifetime / 8 - 0.01)
+
+
+@pytest.mark.parametrize("lifetime", [0, -1.0, float("nan"), float("inf")])
+def test_lifetimes_that_cannot_be_used(lifetime: float) -> None:
+    watch = Watch(TIMING, 100.0, lease_value(1, "process", 0, lifetime))
+    assert (watch.has_expired(107.9), watch.has_expired(108.0)) == (False, True)
 
 
 def test_an_observer_that_was_late_begins_again() -> None:

@@ -3,7 +3,6 @@
 A checkpoint holds the members at an epoch, so a newcomer reads few entries however old the group is.
 """
 
-import json
 import logging
 import threading
 from typing import Any
@@ -15,7 +14,7 @@ from telegrad.group.records import Group, Member, sealed, seat_of, unsealed
 from telegrad.group.store_waits import Store
 from telegrad.protocols.membership import Change, Event, GroupView, Join, Leave, Lose
 
-__all__ = ["GroupLog", "has_members", "lease_key", "lease_value", "process_of"]
+__all__ = ["GroupLog", "has_members", "lease_key"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -138,16 +137,3 @@ def _change(kind: int, fields: list[Any]) -> Change:
         return Join(seat_of(Member(*facts)), world_size)
     change: Change = _KINDS[kind](*fields)
     return change
-
-
-def lease_value(incarnation: int, process: str, count: int) -> str:
-    """Return the value of a lease after the given number of renewals."""
-    return json.dumps([incarnation, process, count])
-
-
-def process_of(lease: str | None) -> str:
-    """Return the process that holds a lease; "" if none does."""
-    try:
-        return str(json.loads(lease or "null")[1])
-    except (TypeError, ValueError):
-        return ""
