@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from telegrad.protocols.joining import Newcomer, Refusal
-from telegrad.protocols.leases import RELEASED, Timing, Watch, lease_value
+from telegrad.protocols.leases import RELEASED, Timing, Watch, lease_value, to_observe
 
 TIMING = Timing(8.0)  # renewals each second, patience 1.2 s
 
@@ -48,6 +48,38 @@ def test_the_lifetime_is_that_of_the_member(lifetime: float) -> None:
 def test_lifetimes_that_cannot_be_used(lifetime: float) -> None:
     watch = Watch(TIMING, 100.0, lease_value(1, "process", 0, lifetime))
     assert (watch.has_expired(107.9), watch.has_expired(108.0)) == (False, True)
+
+
+def losses_of(dead: int, members: int, renewed: int) -> tuple[list[float], int]:
+    """Observe members of which the first ones die after a number of renewals.
+
+    Returns:
+        When each was lost, in lifetimes after its last renewal, and how many were observed after that.
+    """
+    left = [(number, 1) for number in range(members)]
+    watches: dict[tuple[int, int], Watch] = {}
+    losses: list[float] = []
+    now, last = 100.0, 100.0 + renewed
+    while now < last + 10 * TIMING.lifetime:
+        now += TIMING.renewal
+        observed = to_observe(left, watches, now)
+        watches = {key: watch for key, watch in watches.items() if key in observed}
+        for key in observed:
+            value = str(min(now, last) if key[0] < dead else now)
+            watches.setdefault(key, Watch(TIMING, now, value)).observe(now, value)
+            if watches[key].has_expired(now):
+                left.remove(key)
+                losses.append((now - last) / TIMING.lifetime)
+    return losses, len(to_observe(left, watches, now))
+
+
+@pytest.mark.parametrize("renewed", [0, 20])
+@pytest.mark.parametrize("dead", [1, 2, 8, 32])
+def test_members_that_die_at_once_are_lost_at_once(dead: int, renewed: int) -> None:
+    losses, observed = losses_of(dead, 100, renewed)
+    assert len(losses) == dead
+    assert max(losses) <= (2 if dead <= 8 else 2.5)
+    assert observed == 2, "a healthy group costs two observations"
 
 
 def test_an_observer_that_was_late_begins_again() -> None:

@@ -8,9 +8,13 @@ is an option of the member, and part of the value: an observer may have been giv
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["RELEASED", "Timing", "Watch", "lease_value", "process_of"]
+__all__ = ["RELEASED", "Key", "Timing", "Watch", "lease_value", "process_of", "to_observe"]
+
+Key = tuple[int, int]  # id and incarnation of a member
+_NEIGHBORS = 2  # leases that a member observes: if both members fail at once, other observers remain for one
 
 RELEASED = "released"
 """Value of the lease of a worker that has left."""
@@ -111,6 +115,33 @@ class Watch:
         """Return whether a live member would have renewed the lease by now."""
         return not self.renewals and now - self.begun >= self.timing.patience
 
+    def is_late(self, now: float) -> bool:
+        """Return whether the member may have ended: renewals are missing."""
+        return self.is_silent(now) or now - self.changed >= self.timing.lifetime / 2
+
     def has_expired(self, now: float) -> bool:
         """Return whether the lease has ended, or was not renewed for its lifetime."""
         return self.ended or now - self.changed >= self.timing.lifetime
+
+
+def to_observe(members: Sequence[Key], watches: Mapping[Key, Watch], now: float) -> set[Key]:
+    """Return the members that one observes: the next two, and more if those are late.
+
+    If a host dies with many members, waiting for the end of two leases at a time would take long. So each late member
+    adds two, and what was once observed remains so until it has renewed its lease.
+
+    Args:
+        members: The other members, beginning with the next one.
+        watches: What has been observed of them.
+        now: The time.
+    """
+    observed: set[Key] = set()
+    left = _NEIGHBORS
+    for key in members:
+        if not left:
+            break
+        watch = watches.get(key)
+        left += 1 if watch is not None and watch.is_late(now) else -1
+        observed.add(key)
+    doubtful = {key for key, watch in watches.items() if not watch.renewals or watch.is_late(now)}
+    return observed | doubtful & set(members)

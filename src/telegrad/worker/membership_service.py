@@ -9,7 +9,8 @@ members that have ended. Only these facts end a member:
   debugger, for as long as the failure detector allows.
 
 A lost connection is no such fact; it only makes the service check the member. Each member observes the leases of the
-next two members, in the order of their ids, and of those that it has lost the connection to.
+next two members, in the order of their ids, of those after them while these are late, and of those that it has lost the
+connection to.
 
 If the connection to the store is lost, the service connects again, for the lifetime of a lease. Then the worker goes on
 without the store: its host has ended. A worker that the group has removed in the meantime finds that in the log.
@@ -32,7 +33,7 @@ from telegrad.group.process_identity import GONE, RUNNING, STOPPED, fate_of
 from telegrad.group.records import Member
 from telegrad.group.store_waits import StoreGone
 from telegrad.options import Options
-from telegrad.protocols.leases import Timing, Watch
+from telegrad.protocols.leases import Timing, Watch, to_observe
 from telegrad.protocols.membership import Change, Event, Joined, Leave, Lose, Lost
 from telegrad.types import WorkerInfo
 from telegrad.waits import wait_for
@@ -46,7 +47,6 @@ logger: logging.Logger = logging.getLogger("telegrad")
 
 APPLIED, GREW, DRAINED = range(3)  # phases of MEMBERSHIP: reply; the log has grown; the sender may be disconnected
 _ACK_TIMEOUT = 0.5  # s that a worker waits for the others to read its entry
-_NEIGHBORS = 2  # leases that a member observes: if both members fail at once, other observers remain for one
 _INTERVALS = 3  # of heartbeats, within which the core loses a silent peer: csrc/core/silence.h
 _RECONNECT_TIMEOUT = 1.5  # s of one attempt to connect to the store again; `stop` may wait for it
 _STOP_TIMEOUT = 2.0  # s for the thread to release the lease, and to leave the code of the store before an exit
@@ -326,10 +326,9 @@ class MembershipService:
     def _observe(self) -> None:
         """Observe the leases of the neighbors and of suspects."""
         view, now = self.log.view, time.monotonic()
-        others = sorted(view.members.keys() - {self._worker.info.id})
-        after = [number for number in others if number > self._worker.info.id]
-        neighbors = [*after, *others][:_NEIGHBORS]
-        observed = {(number, view.members[number].incarnation) for number in neighbors}
+        me = self._worker.info.id
+        others = sorted(view.members.keys() - {me}, key=lambda number: (number < me, number))  # the next one is first
+        observed = to_observe([(number, view.members[number].incarnation) for number in others], self._watches, now)
         observed |= {key for key in self._checked if view.has(*key)}
         self._checked = {key: why for key, why in self._checked.items() if key in observed}
         self._watches = {key: watch for key, watch in self._watches.items() if key in observed}
