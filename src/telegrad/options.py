@@ -368,7 +368,7 @@ class Options(RpcBackendOptions):
     member_lease: float = _option(
         10.0,
         "how long a worker may be silent at the group's store, which it contacts eight times within this time, until"
-        " the group has lost it; equal on all workers",
+        " the group has lost it; the other workers apply the value of that worker",
         env="TELEGRAD_MEMBER_LEASE",
         unit="s",
     )

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from telegrad.group.group_store import group_store_of
-from telegrad.group.log import GroupLog, lease_key, lease_value
+from telegrad.group.log import GroupLog, lease_key
 from telegrad.group.records import seat_of
+from telegrad.protocols.leases import lease_value
 from telegrad.protocols.membership import Join, Member
 from telegrad.rpc import Worker
 

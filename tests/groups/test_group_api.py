@@ -13,12 +13,13 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized, OwnerLost, RpcTimeout, TelegradError, WorkerLost
-from telegrad.group.log import lease_key, lease_value
-from telegrad.protocols.leases import Watch
+from telegrad.group.log import lease_key
+from telegrad.protocols.leases import Watch, lease_value
 from telegrad.protocols.membership import Lose
 from telegrad.rpc import Options, Worker
 from telegrad.rpc.groups import wait_until
 from telegrad.testing import Cluster, cluster, eventually
+from telegrad.worker import membership_service
 
 SOON = 0.2  # s; of waits that are meant to end
 LONG = 30.0  # s
@@ -365,6 +366,19 @@ def test_live_process_is_no_loss_although_its_lease_expires(monkeypatch: pytest.
         eventually(lambda: expired._observed > observed, timeout=LONG)  # the observer has judged it
         assert sorted(members_of(store)) == ["w0", "w1"]
         assert group[0].rpc_sync("w1", abs, (-1,)) == 1
+
+
+def test_members_with_other_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that renews its lease less often than the observer expects remains."""
+    monkeypatch.setattr(membership_service, "fate_of", lambda *_, **__: "unknown")
+    store = HashStore()
+    workers = [Worker(f"w{i}", options=Options(member_lease=0.4 + 100 * i), store=store) for i in range(2)]
+    observer = workers[0]._worker.membership
+    assert observer is not None
+    eventually(lambda: observer.lease_ages().get(1, 0) > 1, timeout=LONG)  # longer than the observer's own lease
+    assert sorted(members_of(workers[0]._worker.store)) == ["w0", "w1"]
+    for worker in workers:
+        worker.shutdown(timeout=LONG)
 
 
 def test_lease_of_another_process_ends_the_worker() -> None:

@@ -15,8 +15,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from telegrad import rpc
 from telegrad.errors import TelegradError
-from telegrad.group.log import lease_key, lease_value
+from telegrad.group.log import lease_key
 from telegrad.group.process_identity import GONE, RUNNING, UNKNOWN, fate_of, own_process
+from telegrad.protocols.leases import lease_value
 from telegrad.rpc import Options, Worker
 from telegrad.testing import Gate, cluster, eventually
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from telegrad.protocols.joining import Newcomer, Refusal
-from telegrad.protocols.leases import RELEASED, Timing, Watch
+from telegrad.protocols.leases import RELEASED, Timing, Watch, lease_value, to_observe
 
 TIMING = Timing(8.0)  # renewals each second, patience 1.2 s
 
@@ -31,6 +31,55 @@ def test_a_lease_expires_without_renewals() -> None:
     watch.observe(108.0, "2")
     assert not watch.has_expired(115.9)
     assert watch.has_expired(116.0)
+
+
+@pytest.mark.parametrize("lifetime", [2.0, 32.0])
+def test_the_lifetime_is_that_of_the_member(lifetime: float) -> None:
+    """An observer with other options neither removes a live member nor waits longer."""
+    lease = lease_value(1, "process", 0, lifetime)
+    watch = observed(Watch(TIMING, 100.0, lease), 100.0 + lifetime - 1.0, lease)
+    assert not watch.has_expired(100.0 + lifetime - 0.1)
+    assert watch.has_expired(100.0 + lifetime)
+    assert watch.is_silent(100.0 + 1.2 * lifetime / 8 + 0.01)
+    assert not watch.is_silent(100.0 + 1.2 * lifetime / 8 - 0.01)
+
+
+@pytest.mark.parametrize("lifetime", [0, -1.0, float("nan"), float("inf")])
+def test_lifetimes_that_cannot_be_used(lifetime: float) -> None:
+    watch = Watch(TIMING, 100.0, lease_value(1, "process", 0, lifetime))
+    assert (watch.has_expired(107.9), watch.has_expired(108.0)) == (False, True)
+
+
+def losses_of(dead: int, members: int, renewed: int) -> tuple[list[float], int]:
+    """Observe members of which the first ones die after a number of renewals.
+
+    Returns:
+        When each was lost, in lifetimes after its last renewal, and how many were observed after that.
+    """
+    left = [(number, 1) for number in range(members)]
+    watches: dict[tuple[int, int], Watch] = {}
+    losses: list[float] = []
+    now, last = 100.0, 100.0 + renewed
+    while now < last + 10 * TIMING.lifetime:
+        now += TIMING.renewal
+        observed = to_observe(left, watches, now)
+        watches = {key: watch for key, watch in watches.items() if key in observed}
+        for key in observed:
+            value = str(min(now, last) if key[0] < dead else now)
+            watches.setdefault(key, Watch(TIMING, now, value)).observe(now, value)
+            if watches[key].has_expired(now):
+                left.remove(key)
+                losses.append((now - last) / TIMING.lifetime)
+    return losses, len(to_observe(left, watches, now))
+
+
+@pytest.mark.parametrize("renewed", [0, 20])
+@pytest.mark.parametrize("dead", [1, 2, 8, 32])
+def test_members_that_die_at_once_are_lost_at_once(dead: int, renewed: int) -> None:
+    losses, observed = losses_of(dead, 100, renewed)
+    assert len(losses) == dead
+    assert max(losses) <= (2 if dead <= 8 else 2.5)
+    assert observed == 2, "a healthy group costs two observations"
 
 
 def test_an_observer_that_was_late_begins_again() -> None:

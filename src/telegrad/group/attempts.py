@@ -22,11 +22,11 @@ import time
 from telegrad.errors import TelegradError
 from telegrad.group import rendezvous
 from telegrad.group.group_store import group_store_of, outlives_groups
-from telegrad.group.log import lease_key, process_of
+from telegrad.group.log import lease_key
 from telegrad.group.process_identity import GONE, fate_of
 from telegrad.group.store_parts import ATTEMPT
 from telegrad.group.store_waits import Part, Store, place_of, wait_for_keys
-from telegrad.protocols.leases import Timing, Watch
+from telegrad.protocols.leases import Timing, Watch, process_of
 from telegrad.waits import Wait
 
 __all__ = ["Attempts", "Superseded"]
@@ -200,7 +200,7 @@ class _Pulse:
     @property
     def goes_on(self) -> bool:
         """Whether another worker still renews its lease after the lifetime of a lease."""
-        return any(watch.changed >= watch.begun + self._timing.lifetime for watch in self._watches.values())
+        return any(watch.changed >= watch.begun + watch.timing.lifetime for watch in self._watches.values())
 
     def observe(self) -> bool | None:
         """Return whether another worker lives; None if that is not known yet."""

@@ -15,6 +15,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 
 from telegrad.group.etcd_client import EtcdClient
+from telegrad.group.store_waits import Store
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as _Store
@@ -161,6 +162,9 @@ class EtcdGroupStore:
 
     def watch(self, notify: Callable[[], None]) -> Callable[[], None]:
         return self._client.watch(f"{self._prefix}log/", notify)
+
+    def reconnect(self, timeout: float, is_same: Callable[[Store], bool]) -> bool:
+        return True  # the client connects with each request
 
     def _log(self, epoch: int) -> str:
         return f"{self._prefix}log/{epoch:010}"

@@ -4,14 +4,20 @@ A store holds values, counters, the log of epochs and leases. The store of torch
 default (`C10dStore`). `telegrad.group.etcd_store` has the implementation on etcd.
 """
 
+import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from telegrad.group.store_waits import Part, Store
+import torch.distributed as dist
+
+from telegrad.group.probing import probe
+from telegrad.group.store_waits import Part, Store, StoreGone, base_of, within
 
 __all__ = ["C10dStore", "GroupStore", "group_store_of", "outlives_groups"]
 
 _LOG = "log/{:010}"
+
+T = TypeVar("T")
 
 
 class GroupStore(Protocol):
@@ -57,11 +63,28 @@ class GroupStore(Protocol):
             A function that ends it; None if the store cannot notify.
         """
 
+    def reconnect(self, timeout: float, is_same: Callable[[Store], bool]) -> bool:
+        """Connect to the store again after `StoreGone`.
+
+        Args:
+            timeout: Limit of each step in seconds.
+            is_same: Returns whether a store is that of the group. Another one may have the address by now.
+
+        Returns:
+            False if this store has no way to connect again.
+
+        Raises:
+            StoreGone: The store cannot be reached, or is another one.
+        """
+
 
 class C10dStore:
     """Group store on a c10d store, or on a part of one.
 
     Its host is one process. Without that process, the members continue, and no worker can join.
+
+    After a lost connection, all operations fail until `reconnect` succeeds: a store that connects on its own may find
+    that of another group.
 
     Args:
         store: The c10d store.
@@ -71,29 +94,59 @@ class C10dStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._broken = ""  # how the connection was lost
+        self._reconnecting = threading.Lock()
+
+    def _use(self, operation: Callable[[Store], T]) -> T:
+        store = self._store
+        if self._broken:
+            raise StoreGone(self._broken)
+        try:
+            return operation(store)
+        except StoreGone as e:
+            if self._store is store:
+                self._broken = str(e) or "the connection was lost"
+            raise
 
     def get(self, key: str) -> str | None:
-        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
+        return self._use(lambda store: bytes(store.get(key)).decode() if store.check([key]) else None)
 
     def set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
+        self._use(lambda store: store.set(key, value))
 
     def add(self, key: str, number: int) -> int:
-        return int(self._store.add(key, number))
+        return int(self._use(lambda store: store.add(key, number)))
 
     def compare_set(self, key: str, expected: str | None, desired: str, lifetime: float = 0) -> str | None:
-        found = bytes(self._store.compare_set(key, expected or "", desired)).decode()
+        found = bytes(self._use(lambda store: store.compare_set(key, expected or "", desired))).decode()
         # For a missing key, the result is the expected value.
         return self.get(key) if found == expected else found
 
     def append(self, epoch: int, entry: str) -> str:
-        return bytes(self._store.compare_set(_LOG.format(epoch), "", entry)).decode()
+        return bytes(self._use(lambda store: store.compare_set(_LOG.format(epoch), "", entry))).decode()
 
     def read(self, epoch: int) -> list[str]:
         entries: list[str] = []
         while (found := self.get(_LOG.format(epoch + len(entries)))) is not None:
             entries.append(found)
         return entries
+
+    def reconnect(self, timeout: float, is_same: Callable[[Store], bool]) -> bool:
+        with self._reconnecting:
+            if not self._broken:  # another thread has reconnected
+                return True
+            try:
+                again = _connected_again(self._store, timeout)
+                if again is None:
+                    return False
+                if not within(timeout, lambda: is_same(again)):
+                    raise StoreGone("the store at its address is not that of the group")
+            except StoreGone:
+                raise
+            except RuntimeError as e:
+                raise StoreGone(str(e)) from e
+            self._store, self._broken = again, ""
+            return True
 
     def watch(self, notify: Callable[[], None]) -> None:
         return None
@@ -109,6 +162,36 @@ def group_store_of(store: Store) -> GroupStore:
 def outlives_groups(store: Store) -> bool:
     """Return whether the keys of a store remain when all processes have ended."""
     return hasattr(_whole_of(store)[0], "make_group_store")
+
+
+def _connected_again(store: Store, timeout: float) -> Store | None:
+    """Return a store with a new connection to the host of this one.
+
+    Args:
+        store: The store, or a part of one.
+        timeout: Limit of each step in seconds.
+
+    Returns:
+        None for stores of the program that cannot be cloned.
+
+    Raises:
+        RuntimeError: The host cannot be reached.
+    """
+    if isinstance(store, Part):
+        whole = _connected_again(store.whole, timeout)
+        return None if whole is None else Part(store.part, whole)
+    base: Any = base_of(store)
+    if getattr(base, "connects_again", False):
+        return store
+    clone: Callable[[], Store] | None = getattr(store, "clone", None)
+    if clone is None or not isinstance(base, dist.TCPStore):  # type: ignore[attr-defined]
+        return None
+    # The constructor of torch's store would wait for the host.
+    if why := probe(base.host, base.port, timeout):
+        raise StoreGone(f"no store at {base.host}:{base.port}: {why}")
+    again = within(timeout, clone)
+    again.set_timeout(store.timeout)
+    return again
 
 
 def _whole_of(store: Store) -> tuple[Store, str]:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from telegrad.errors import TelegradError
 from telegrad.group.group_store import GroupStore
-from telegrad.group.log import lease_key, lease_value, process_of
+from telegrad.group.log import lease_key
 from telegrad.group.process_identity import GONE, RUNNING, fate_of, own_process
-from telegrad.protocols.leases import RELEASED, Timing, Watch
+from telegrad.protocols.leases import RELEASED, Timing, Watch, lease_value, process_of
 from telegrad.waits import Wait
 
 __all__ = ["Lease", "Taken"]
@@ -59,7 +59,7 @@ class Lease:
         watch = Watch(self._timing, time.monotonic(), found)
         while True:
             if self._holder_has_ended(watch):
-                mine = lease_value(self._incarnation, self._process, 0)
+                mine = self._value()
                 found = self._store.compare_set(self._key, watch.value, mine, self._timing.lifetime)
                 if found == mine:
                     self._held = mine
@@ -70,13 +70,16 @@ class Lease:
             time.sleep(_POLL)
             watch.observe(time.monotonic(), self._store.get(self._key))
 
+    def _value(self) -> str:
+        return lease_value(self._incarnation, self._process, self._count, self._timing.lifetime)
+
     def _holder_has_ended(self, watch: Watch) -> bool:
         return watch.has_expired(time.monotonic()) or fate_of(process_of(watch.value)) == GONE
 
     def renew(self) -> bool:
         """Renew the lease; return whether this worker still has it."""
         self._count += 1
-        mine = lease_value(self._incarnation, self._process, self._count)
+        mine = self._value()
         found = self._store.compare_set(self._key, self._held, mine, self._timing.lifetime)
         if found is None:  # the store has deleted it: this worker was late
             found = self._store.compare_set(self._key, None, mine, self._timing.lifetime)

@@ -3,18 +3,18 @@
 A checkpoint holds the members at an epoch, so a newcomer reads few entries however old the group is.
 """
 
-import json
 import logging
 import threading
 from typing import Any
 
 from telegrad.errors import TelegradError
+from telegrad.group import rendezvous
 from telegrad.group.group_store import GroupStore, group_store_of
 from telegrad.group.records import Group, Member, sealed, seat_of, unsealed
 from telegrad.group.store_waits import Store
 from telegrad.protocols.membership import Change, Event, GroupView, Join, Leave, Lose
 
-__all__ = ["GroupLog", "has_members", "lease_key", "lease_value", "process_of"]
+__all__ = ["GroupLog", "has_members", "lease_key"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -82,6 +82,12 @@ class GroupLog:
                 self.store.set(_CHECKPOINT, sealed(self._state(), self._group))
             return True, events
 
+    def reconnect(self, timeout: float) -> bool:
+        """Connect to the store again after `StoreGone`; see `GroupStore.reconnect`."""
+        group = self._group
+        assert group is not None
+        return self.store.reconnect(timeout, lambda store: rendezvous.is_store_of(store, group))
+
     def _refresh(self, strict: bool) -> list[Event]:
         with self._lock:
             return [event for entry in self.store.read(self.view.epoch + 1) for event in self._apply(entry, strict)]
@@ -131,16 +137,3 @@ def _change(kind: int, fields: list[Any]) -> Change:
         return Join(seat_of(Member(*facts)), world_size)
     change: Change = _KINDS[kind](*fields)
     return change
-
-
-def lease_value(incarnation: int, process: str, count: int) -> str:
-    """Return the value of a lease after the given number of renewals."""
-    return json.dumps([incarnation, process, count])
-
-
-def process_of(lease: str | None) -> str:
-    """Return the process that holds a lease; "" if none does."""
-    try:
-        return str(json.loads(lease or "null")[1])
-    except (TypeError, ValueError):
-        return ""

@@ -90,6 +90,12 @@ def world_size_of(store: Store) -> int:
     return 0 if agreed is None else agreed.world_size
 
 
+def is_store_of(store: Store, group: Group) -> bool:
+    """Return whether a group has met at this store."""
+    agreed = _agreed(store)
+    return agreed is not None and agreed.token == group.token
+
+
 def has_rank_0(store: Store) -> bool:
     """Return whether rank 0 of a static group has begun to join."""
     return bool(store.check(["rank/0"]))

@@ -348,6 +348,7 @@ class LocalStore(_Store):
     """
 
     timeout: timedelta  # an attribute of torch's class that its stub lacks
+    connects_again = True  # with the next operation after a lost connection
 
     def __init__(self, host: str, port: int, timeout: timedelta) -> None:
         super().__init__()

@@ -2,19 +2,55 @@
 
 A member renews its lease in the store of the group. Each renewal changes the value. An observer reads the value from
 time to time and notes when it changed, on its own clock: no clock is compared with that of another host. A lease has
-expired if the observer has watched it for the lifetime of leases without a change, or if it was released or deleted.
+expired if the observer has watched it for its lifetime without a change, or if it was released or deleted. The lifetime
+is an option of the member, and part of the value: an observer may have been given another one.
 """
 
+import json
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["RELEASED", "Timing", "Watch"]
+__all__ = ["RELEASED", "Key", "Timing", "Watch", "lease_value", "process_of", "to_observe"]
+
+Key = tuple[int, int]  # id and incarnation of a member
+_NEIGHBORS = 2  # leases that a member observes: if both members fail at once, other observers remain for one
 
 RELEASED = "released"
 """Value of the lease of a worker that has left."""
 
 
+def lease_value(incarnation: int, process: str, count: int, lifetime: float = 0) -> str:
+    """Return the value of a lease after the given number of renewals.
+
+    Args:
+        incarnation: Incarnation of the holder.
+        process: Process of the holder.
+        count: Number of renewals.
+        lifetime: Lifetime of the lease in seconds; 0 for that of the observer.
+    """
+    return json.dumps([incarnation, process, count, lifetime])
+
+
+def process_of(lease: str | None) -> str:
+    """Return the process that holds a lease; "" if none does."""
+    try:
+        return str(json.loads(lease or "null")[1])
+    except (TypeError, ValueError):
+        return ""
+
+
+def _lifetime_of(lease: str | None) -> float:
+    """Return the lifetime in the value of a lease; 0 if it has none."""
+    try:
+        lifetime = float(json.loads(lease or "null")[3])
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError):
+        return 0
+    return lifetime if 0 < lifetime < math.inf else 0
+
+
 class Timing(NamedTuple):
-    """Times of the leases of a group in seconds, which follow from their lifetime."""
+    """Times of a lease in seconds, which follow from its lifetime."""
 
     lifetime: float
 
@@ -36,18 +72,20 @@ class Watch:
     member may have been unable to renew its lease for the same reason.
 
     Args:
-        timing: Times of the leases of the group.
+        timing: Times of the observer, which apply to a value without a lifetime.
         now: Time of the first observation.
         value: Value of the lease at that time; None if there is none.
     """
 
     def __init__(self, timing: Timing, now: float, value: str | None) -> None:
-        self._timing = timing
+        self._own = timing
         self._observed = now
+        self.timing: Timing = timing
         self.begun: float = now
         self.value: str | None = value
         self.changed: float = now
         self.renewals: int = 0
+        self._read_lifetime()
 
     @property
     def released(self) -> bool:
@@ -61,17 +99,49 @@ class Watch:
 
     def observe(self, now: float, value: str | None) -> None:
         """Note the current value of the lease."""
-        if now - self._observed > 2 * self._timing.renewal:
+        if now - self._observed > self._own.renewal + self.timing.renewal:
             self.begun = self.changed = now
         self._observed = now
         if value != self.value:
             self.value, self.changed = value, now
             self.renewals += not self.ended
+            self._read_lifetime()
+
+    def _read_lifetime(self) -> None:
+        lifetime = _lifetime_of(self.value)
+        self.timing = Timing(lifetime) if lifetime else self._own
 
     def is_silent(self, now: float) -> bool:
         """Return whether a live member would have renewed the lease by now."""
-        return not self.renewals and now - self.begun >= self._timing.patience
+        return not self.renewals and now - self.begun >= self.timing.patience
+
+    def is_late(self, now: float) -> bool:
+        """Return whether the member may have ended: renewals are missing."""
+        return self.is_silent(now) or now - self.changed >= self.timing.lifetime / 2
 
     def has_expired(self, now: float) -> bool:
         """Return whether the lease has ended, or was not renewed for its lifetime."""
-        return self.ended or now - self.changed >= self._timing.lifetime
+        return self.ended or now - self.changed >= self.timing.lifetime
+
+
+def to_observe(members: Sequence[Key], watches: Mapping[Key, Watch], now: float) -> set[Key]:
+    """Return the members that one observes: the next two, and more if those are late.
+
+    If a host dies with many members, waiting for the end of two leases at a time would take long. So each late member
+    adds two, and what was once observed remains so until it has renewed its lease.
+
+    Args:
+        members: The other members, beginning with the next one.
+        watches: What has been observed of them.
+        now: The time.
+    """
+    observed: set[Key] = set()
+    left = _NEIGHBORS
+    for key in members:
+        if not left:
+            break
+        watch = watches.get(key)
+        left += 1 if watch is not None and watch.is_late(now) else -1
+        observed.add(key)
+    doubtful = {key for key, watch in watches.items() if not watch.renewals or watch.is_late(now)}
+    return observed | doubtful & set(members)

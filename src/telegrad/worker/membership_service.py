@@ -9,13 +9,18 @@ members that have ended. Only these facts end a member:
   debugger, for as long as the failure detector allows.
 
 A lost connection is no such fact; it only makes the service check the member. Each member observes the leases of the
-next two members, in the order of their ids, and of those that it has lost the connection to.
+next two members, in the order of their ids, of those after them while these are late, and of those that it has lost the
+connection to.
+
+If the connection to the store is lost, the service connects again, for the lifetime of a lease. Then the worker goes on
+without the store: its host has ended. A worker that the group has removed in the meantime finds that in the log.
 
 A worker that notifies others of a new entry sends MEMBERSHIP, with the epoch and a phase. No handler takes part: the
 receiver's service reads the log and replies.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -28,7 +33,7 @@ from telegrad.group.process_identity import GONE, RUNNING, STOPPED, fate_of
 from telegrad.group.records import Member
 from telegrad.group.store_waits import StoreGone
 from telegrad.options import Options
-from telegrad.protocols.leases import Timing, Watch
+from telegrad.protocols.leases import Timing, Watch, to_observe
 from telegrad.protocols.membership import Change, Event, Joined, Leave, Lose, Lost
 from telegrad.types import WorkerInfo
 from telegrad.waits import wait_for
@@ -42,8 +47,8 @@ logger: logging.Logger = logging.getLogger("telegrad")
 
 APPLIED, GREW, DRAINED = range(3)  # phases of MEMBERSHIP: reply; the log has grown; the sender may be disconnected
 _ACK_TIMEOUT = 0.5  # s that a worker waits for the others to read its entry
-_NEIGHBORS = 2  # leases that a member observes: if both members fail at once, other observers remain for one
 _INTERVALS = 3  # of heartbeats, within which the core loses a silent peer: csrc/core/silence.h
+_RECONNECT_TIMEOUT = 1.5  # s of one attempt to connect to the store again; `stop` may wait for it
 _STOP_TIMEOUT = 2.0  # s for the thread to release the lease, and to leave the code of the store before an exit
 
 
@@ -86,6 +91,7 @@ class MembershipService:
         self._stopped = False
         self._release = True  # the lease, at the end
         self.renewed: float = time.monotonic()  # when the lease was last renewed
+        self._gone_since: float | None = None  # when the connection to the store was found lost
         self._is_member = False
         self._has_left = False
         self._suspects: deque[tuple[int, int, str, bool]] = deque()
@@ -188,8 +194,14 @@ class MembershipService:
 
     def leave(self) -> None:
         """Write to the log that this worker leaves, and notify the others."""
-        me, view = self._worker, self.log.view
-        self.append(Leave(me.info.id, me.incarnation), lambda: view.has(me.info.id, me.incarnation))
+        me = self._worker
+        change = Leave(me.info.id, me.incarnation)
+        try:
+            self._end(change)
+        except StoreGone:
+            if not (self._thread.is_alive() and self.log.reconnect(self._reconnect_timeout)):
+                raise
+            self._end(change)
         self._is_member, self._has_left = False, True  # the goodbyes that follow are for this worker
         self.notify()
         self.announce()
@@ -231,11 +243,13 @@ class MembershipService:
                 if self._is_member:
                     self._check_members(is_due)
                 self._reply()
+                if is_due:
+                    self._gone_since = None
             except StoreGone as e:
-                if not self.log.store.recovers:
-                    logger.info("worker %s goes on without the store of its group: %s", self._worker.info.name, e)
+                pause = self._reconnect(e)
+                if pause is None:
                     return
-                logger.warning("worker %s cannot reach the store of its group: %s", self._worker.info.name, e)
+                due = min(due, time.monotonic() + pause)
             except RuntimeError as e:  # a timeout of the store, or a worker that closes
                 logger.debug("the membership of worker %s is late: %s", self._worker.info.name, e)
             except Exception:  # the thread continues: without it, the others would lose this worker
@@ -245,6 +259,38 @@ class MembershipService:
                 self._lease.release()
             except RuntimeError as e:
                 logger.debug("worker %s could not release its lease: %s", self._worker.info.name, e)
+
+    @property
+    def _reconnect_timeout(self) -> float:
+        return min(self.timing.lifetime / 4, _RECONNECT_TIMEOUT)
+
+    def _reconnect(self, lost: RuntimeError) -> float | None:
+        """Connect to the store again.
+
+        Args:
+            lost: Error of the lost connection.
+
+        Returns:
+            Seconds until the next attempt to use the store; None if the worker goes on without it.
+        """
+        name = self._worker.info.name
+        if self.log.store.recovers:
+            logger.warning("worker %s cannot reach the store of its group: %s", name, lost)
+            return math.inf
+        is_first = self._gone_since is None
+        since = self._gone_since = self._gone_since or time.monotonic()
+        try:
+            if self.log.reconnect(self._reconnect_timeout):
+                logger.info("worker %s has connected to the store of its group again, after: %s", name, lost)
+                return 0.0 if is_first else self.timing.renewal / 2
+        except StoreGone as e:
+            if is_first:
+                logger.info("worker %s has lost the connection to the store of its group: %s", name, e)
+            if time.monotonic() - since < self.timing.lifetime:
+                return self.timing.renewal / 2
+            lost = e
+        logger.info("worker %s goes on without the store of its group: %s", name, lost)
+        return None
 
     def _check_members(self, is_due: bool) -> None:
         self.refresh()
@@ -280,10 +326,9 @@ class MembershipService:
     def _observe(self) -> None:
         """Observe the leases of the neighbors and of suspects."""
         view, now = self.log.view, time.monotonic()
-        others = sorted(view.members.keys() - {self._worker.info.id})
-        after = [number for number in others if number > self._worker.info.id]
-        neighbors = [*after, *others][:_NEIGHBORS]
-        observed = {(number, view.members[number].incarnation) for number in neighbors}
+        me = self._worker.info.id
+        others = sorted(view.members.keys() - {me}, key=lambda number: (number < me, number))  # the next one is first
+        observed = to_observe([(number, view.members[number].incarnation) for number in others], self._watches, now)
         observed |= {key for key in self._checked if view.has(*key)}
         self._checked = {key: why for key, why in self._checked.items() if key in observed}
         self._watches = {key: watch for key, watch in self._watches.items() if key in observed}
