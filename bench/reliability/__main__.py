@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +18,38 @@ from bench.reliability.page import page
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tests/failures", "tests/faults", "tests/groups", "tests/protocols", "tests/security")
 
+ROW_CHECKS = "faults/test_rows.py"  # they inject no fault
+
 
 def commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
-def count_tests() -> dict[str, int]:
-    """Return the number of tests by folder, slow ones included."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *FOLDERS]
+def collected() -> list[str]:
+    """Return the test cases as pytest names them, slow ones included."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    return {folder: sum(line.startswith(f"{folder}/") for line in listed) for folder in FOLDERS}
+    return [line for line in listed if line.startswith("tests/") and "::" in line and ROW_CHECKS not in line]
+
+
+def by_folder(cases: Sequence[str]) -> dict[str, int]:
+    """Return the number of test cases in each folder."""
+    return {folder: sum(case.startswith(f"{folder}/") for case in cases) for folder in FOLDERS}
+
+
+def by_fault(cases: Sequence[str]) -> list[tuple[str, str, int]]:
+    """Return the number, the fault and the number of test cases of each row of `tests/faults/rows.py`.
+
+    A test counts with all of its parameters, a test of the core once.
+    """
+    sys.path.insert(0, str(ROOT / "tests" / "faults"))
+    rows: Any = import_module("scenario_rows")
+    counts = Counter(case.removeprefix("tests/").partition("[")[0] for case in cases)
+    return [
+        (row.number, row.fault, sum(counts.get(test, 1) for test in row.tests))
+        for row in (*import_module("rows").ROWS, *rows.SCENARIO_ROWS)
+    ]
 
 
 def explore(figures: Path) -> dict[str, int]:
@@ -66,7 +89,7 @@ def main() -> int:
     args = parser.parse_args()
     build = args.build.resolve()
     build.mkdir(parents=True, exist_ok=True)
-    about, at = machine(), commit()
+    about, at, cases = machine(), commit(), collected()
     kept = loaded(build / "reliability.json") or {}
     figures = {
         "machine": about,
@@ -75,7 +98,8 @@ def main() -> int:
         "soak": loaded(build / "soak.json"),
         "fuzzing": loaded(build / "fuzz" / "fuzz.json"),
         "schedules": kept.get("schedules") if args.no_schedules else explore(build / "schedules.jsonl"),
-        "tests": count_tests(),
+        "faults": by_fault(cases),
+        "tests": by_folder(cases),
     }
     (build / "reliability.json").write_text(json.dumps(figures, indent=1) + "\n")
     args.out.write_text(page(figures))

@@ -1,6 +1,6 @@
 """docs/reliability.md from the figures."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.machine import in_words
@@ -105,8 +105,18 @@ def schedules(figures: Mapping[str, int]) -> str:
 
 
 def tests(figures: Mapping[str, int]) -> str:
-    return "## Fault tests\n\nTests on real processes and on the in-process cluster:\n\n" + table(
-        ("folder", "tests"), ((f"`{name}`", n) for name, n in figures.items())
+    return (
+        "## Tests\n\nTest cases by folder. Those of `tests/protocols` explore the pure protocols, the others run on"
+        " real processes and on the in-process cluster:\n\n"
+        + table(("folder", "cases"), ((f"`{name}`", n) for name, n in figures.items()))
+    )
+
+
+def faults(figures: Sequence[tuple[str, str, int]]) -> str:
+    return (
+        "## Faults\n\nEach fault that is known to have broken such systems, and how often one run of `make test` and"
+        " `make test-slow` tries it: the cases of its tests (`tests/faults/rows.py`). The soak tries faults at random,"
+        " on top of this.\n\n" + table(("row", "fault", "cases"), figures)
     )
 
 
@@ -117,6 +127,7 @@ def page(figures: Mapping[str, Any]) -> str:
         ("soak", soak),
         ("fuzzing", fuzzing),
         ("schedules", schedules),
+        ("faults", faults),
         ("tests", tests),
     )
     parts.extend(write(figures[name]) for name, write in writers if figures.get(name))
