@@ -122,14 +122,33 @@ def test_the_number_of_dropped_results_is_bounded(monkeypatch: pytest.MonkeyPatc
     for key in range(1, 6):
         clocked.done(key)
     assert len(clocked.runs) == 3
-    with pytest.raises(TelegradError):
-        clocked.enter(3)
-    assert clocked.begins(1)  # nothing is known of it any more
+    for key in (3, 2, 1):
+        with pytest.raises(TelegradError):
+            clocked.enter(key)
     clocked.now += 60
     clocked.runs.forget_expired()
-    assert len(clocked.runs) == 1
+    assert len(clocked.runs) == 0
     assert clocked.runs._nbytes == 0
     assert not clocked.runs._dropped
+
+
+def test_a_forgotten_function_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "_MOST_ENDED", 2)
+    clocked = Clocked()
+    for key in range(1, 6):
+        clocked.done(key)
+    clocked.done(9, deadline=12.0)  # its caller cannot ask again
+    clocked.now += 60
+    clocked.runs.forget_expired()
+    assert len(clocked.runs) == 0
+    assert len(clocked.runs._ended) == 2
+    for key in range(1, 6):
+        with pytest.raises(TelegradError, match=f"forgotten the result of f{key}, .* does not run again"):
+            clocked.enter(key)
+    assert clocked.begins(6)
+    assert clocked.enter(1, caller=2)[1]
+    clocked.runs.forget_caller(1)
+    assert clocked.begins(1)
 
 
 def test_an_error_is_remembered() -> None:

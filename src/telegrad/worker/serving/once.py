@@ -9,6 +9,8 @@ or a newer process has its name. Then its results are dropped as well.
 
 A result is kept until its caller asks no more: until the caller's deadline, or for a while after the end (the window).
 If many are kept, the oldest are dropped earlier. A request for a dropped result fails: the function does not run again.
+The worker remembers the keys of the last ended runs, and of each caller the largest number that it has forgotten. A
+request with that number or a smaller one fails, too: its function may have run.
 """
 
 import math
@@ -42,6 +44,7 @@ RequestKey: TypeAlias = tuple[int, int]
 _MOST_RESULTS = 4096
 _MOST_BYTES = 64 << 20  # of results; one larger result alone is kept
 _MOST_DROPPED = 65536  # runs without their result
+_MOST_ENDED = 65536  # keys of runs of which nothing else is known
 _FIXED_BYTES = 256  # of a result without tensors
 
 
@@ -103,6 +106,8 @@ class RememberedRuns:
         self._runs: dict[Key, _Run] = {}  # in the order of their beginning
         self._results: dict[Key, _Run] = {}  # of these, the ones with a result, in the order of their end
         self._dropped: dict[Key, None] = {}  # of these, the ones with a dropped result, in the order of dropping
+        self._ended: dict[Key, None] = {}  # keys of other runs that have ended, in the order of forgetting
+        self._forgotten: dict[int, int] = {}  # incarnation of a caller -> its largest number that is forgotten
         self._running: dict[RequestKey, _Run] = {}  # of these, the ones that have not ended, by their latest request
         self._nbytes = 0
         self._is_timer_set = False
@@ -127,11 +132,17 @@ class RememberedRuns:
             deadline: Deadline of the request, at which the result is forgotten.
 
         Raises:
-            TelegradError: The run has ended, and its result was dropped.
+            TelegradError: The run has ended, or may have, and its result was dropped.
         """
         with self._lock:
             run = self._runs.get(key)
             if run is None:
+                if key in self._ended or key[1] <= self._forgotten.get(key[0], -1):
+                    raise TelegradError(
+                        f"this worker has forgotten the result of {function}, because the last attempt of its call was"
+                        " too long ago. The function may have run, and does not run again. Make another call if that"
+                        " is harmless."
+                    )
                 run = self._runs[key] = self._running[request] = _Run(function, request, window, deadline)
                 return run, None
             if run.future is None:
@@ -193,6 +204,9 @@ class RememberedRuns:
             found = {key: run for key, run in self._runs.items() if key[0] == incarnation}
             running = [run for run in found.values() if not run.has_ended]
             dropped = [self._pop(key) for key, run in found.items() if run.has_ended]
+            self._forgotten.pop(incarnation, None)
+            for key in [key for key in self._ended if key[0] == incarnation]:
+                del self._ended[key]
         del dropped
         for run in running:
             run.end()
@@ -204,6 +218,8 @@ class RememberedRuns:
             self._runs, self._results = {}, {}
             self._running.clear()
             self._dropped.clear()
+            self._ended.clear()
+            self._forgotten.clear()
             self._nbytes = 0
         del dropped
 
@@ -211,7 +227,7 @@ class RememberedRuns:
         """Forget the runs whose caller asks no more, and set the next timer."""
         with self._lock:
             now = self._clock()
-            expired = [self._pop(key) for key, run in list(self._runs.items()) if run.expires <= now]
+            expired = [self._end(key) for key, run in list(self._runs.items()) if run.expires <= now]
             left = min((run.expires for run in self._runs.values()), default=math.inf)
             self._is_timer_set = left != math.inf
         del expired
@@ -230,8 +246,19 @@ class RememberedRuns:
             run.future = None
             self._dropped[key] = None
             if len(self._dropped) > _MOST_DROPPED:
-                self._pop(next(iter(self._dropped)))
+                self._end(next(iter(self._dropped)))
         return dropped
+
+    def _end(self, key: Key) -> _Run:
+        """Forget all of a run but its key, if its caller may ask again."""
+        run = self._pop(key)
+        if run.expires < run.deadline:
+            self._ended[key] = None
+        while len(self._ended) > _MOST_ENDED:
+            caller, number = next(iter(self._ended))
+            del self._ended[caller, number]
+            self._forgotten[caller] = max(number, self._forgotten.get(caller, -1))
+        return run
 
     def _pop(self, key: Key) -> _Run:
         run = self._runs.pop(key)
