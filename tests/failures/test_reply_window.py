@@ -3,9 +3,10 @@
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -15,14 +16,37 @@ from process_helpers import TIMEOUT, Actor, actors, call_many, state
 from telegrad import rpc
 from telegrad.testing import eventually
 
-CALLS = 300
 MIB = 1 << 20
-WINDOW = 16 * MIB
 
 
-@pytest.fixture(params=["shm", "tcp"])
-def two(request: Any, tmp_path: Path) -> Iterator[list[Actor]]:
-    with actors(3, tmp_path, transports=(request.param,), request_window_bytes=WINDOW, num_worker_threads=2) as group:
+class Flood(NamedTuple):
+    """Replies of 1 MiB to a caller that does not read."""
+
+    transport: str
+    replies: int
+    window: int  # bytes
+    most: int  # bytes that they may cost the callee
+
+
+FLOODS = [
+    *(Flood(transport, 300, 16 * MIB, 64 * MIB) for transport in ("shm", "tcp")),
+    *(
+        pytest.param(Flood(transport, 3000, 64 * MIB, 200_000_000), marks=pytest.mark.slow)  # the default window
+        for transport in ("shm", "tcp")
+    ),
+]
+
+
+@pytest.fixture(params=FLOODS, ids=lambda flood: f"{flood.transport}, {flood.replies}")
+def flood(request: Any) -> Flood:
+    assert isinstance(request.param, Flood)
+    return request.param
+
+
+@pytest.fixture
+def two(flood: Flood, tmp_path: Path) -> Iterator[list[Actor]]:
+    options = {"transports": (flood.transport,), "request_window_bytes": flood.window}
+    with actors(3, tmp_path, num_worker_threads=2, **options) as group:
         yield group
 
 
@@ -34,12 +58,12 @@ def answer(number: int) -> torch.Tensor:
     return torch.full((MIB // 4,), float(number))
 
 
-def ask() -> None:
-    state["results"] = [rpc.rpc_async("w1", answer, (number,), timeout=0) for number in range(CALLS)]
+def ask(replies: int) -> None:
+    state["results"] = [rpc.rpc_async("w1", answer, (number,), timeout=0) for number in range(replies)]
 
 
-def have_all_arrived() -> bool:
-    return int(rpc.api._get_current_rpc_agent().worker.engine.stats()["requests"]) >= CALLS
+def have_all_arrived(replies: int) -> bool:
+    return int(rpc.api._get_current_rpc_agent().worker.engine.stats()["requests"]) >= replies
 
 
 def memory() -> int:
@@ -56,20 +80,21 @@ def is_idle() -> bool:
 
 
 def number_of_correct_results() -> int:
-    return sum(bool((result.wait() == number).all()) for number, result in enumerate(state["results"]))
+    results = deque(state.pop("results"))
+    return sum(bool((results.popleft().wait() == number).all()) for number in range(len(results)))
 
 
-def test_replies_to_a_stopped_caller_wait_with_their_requests(two: list[Actor]) -> None:
+def test_replies_to_a_stopped_caller_wait_with_their_requests(two: list[Actor], flood: Flood) -> None:
     caller, callee, other = two
     caller.do(call_many, "w1", 2)
-    caller.do(ask)
-    eventually(lambda: callee.do(have_all_arrived))
+    caller.do(ask, flood.replies)
+    eventually(lambda: callee.do(have_all_arrived, flood.replies))
     assert caller.process.pid is not None
     os.kill(caller.process.pid, signal.SIGSTOP)
     before = callee.do(memory)
     callee.do(begin_to_answer)
     eventually(lambda: callee.do(is_idle))
-    assert callee.do(memory) - before < 4 * WINDOW, f"of {CALLS} MiB"
+    assert callee.do(memory) - before < flood.most, f"of {flood.replies} MiB"
     assert other.do(call_many, "w1", 10) == 10
     os.kill(caller.process.pid, signal.SIGCONT)
-    assert caller.do(number_of_correct_results) == CALLS
+    assert caller.do(number_of_correct_results) == flood.replies
