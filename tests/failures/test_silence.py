@@ -17,6 +17,7 @@ from telegrad import autograd, optim, rpc
 from telegrad.errors import WorkerLost
 from telegrad.rpc import Options, RRef
 from telegrad.testing import Gate, cluster, eventually
+from telegrad.worker import membership_service
 
 INTERVAL = 0.6  # s
 LIMIT = 3 * INTERVAL
@@ -180,6 +181,41 @@ def test_a_worker_that_holds_the_gil_is_not_lost(four: list[Actor]) -> None:
     busy.do(hold_the_gil, 1.5 * LIMIT)
     assert first.do(call_many, "w1", 2) == 2
     assert "lost" not in first.stderr() + busy.stderr()
+
+
+def see_other_hosts() -> None:
+    """Let members count as processes of other hosts, whose ends no kernel reports."""
+    membership_service.fate_of = lambda *_, **__: "unknown"  # type: ignore[assignment]
+
+
+def members() -> list[str]:
+    return sorted(info.name for info in rpc.api._get_current_rpc_agent().worker.members.infos())
+
+
+def test_a_member_that_holds_the_gil_longer_than_its_lease_is_not_lost(tmp_path: Path) -> None:
+    """Nor does it lose others. The core answers the failure detector meanwhile."""
+    with actors(2, tmp_path, transports=("tcp",), heartbeat=INTERVAL, member_lease=1.0) as (first, busy):
+        for actor in (first, busy):
+            actor.do(see_other_hosts)
+        busy.do(hold_the_gil, 4.0)
+        assert first.do(members) == ["w0", "w1"]
+        assert first.do(call_many, "w1", 2) == busy.do(call_many, "w0", 2) == 2
+        assert "lost" not in first.stderr() + busy.stderr()
+
+
+@pytest.mark.parametrize("connected", [False, True], ids=["not connected", "connected"])
+def test_a_silent_member_of_another_host_is_lost(tmp_path: Path, connected: bool) -> None:
+    with actors(2, tmp_path, transports=("tcp",), heartbeat=INTERVAL, member_lease=1.0) as (first, silent):
+        first.do(see_other_hosts)
+        if connected:
+            assert first.do(call_many, "w1", 2) == 2
+        begun = stop(silent)
+        eventually(lambda: "w1" in first.do(lost_members), timeout=1.0 + 2 * LIMIT + SLACK)
+        assert time.monotonic() - begun >= 1.0
+
+
+def lost_members() -> list[str]:
+    return sorted(rpc.api._get_current_rpc_agent().worker.members.lost_names())
 
 
 def test_a_worker_with_busy_threads_is_not_lost() -> None:

@@ -6,7 +6,7 @@ members that have ended. Only these facts end a member:
 - its goodbye, or its own entry;
 - the kernel's report that its process on this host is gone;
 - the expiry of its lease. A process of this host lives while the kernel says so; one that is stopped, as by a
-  debugger, for as long as the failure detector allows.
+  debugger, for as long as the failure detector allows. A process of another host lives while it answers the detector.
 
 A lost connection is no such fact; it only makes the service check the member. Each member observes the leases of the
 next two members, in the order of their ids, of those after them while these are late, and of those that it has lost the
@@ -24,12 +24,12 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from telegrad.group.lease import Lease
 from telegrad.group.log import GroupLog, lease_key
-from telegrad.group.process_identity import GONE, RUNNING, STOPPED, fate_of
+from telegrad.group.process_identity import GONE, RUNNING, STOPPED, UNKNOWN, fate_of
 from telegrad.group.records import Member
 from telegrad.group.store_waits import StoreGone
 from telegrad.options import Options
@@ -67,6 +67,7 @@ class Host(Protocol):
     def lose_member(self, worker_id: int, incarnation: int, reason: str) -> None: ...
     def fence(self, why: str) -> None: ...
     def send_oneway(self, peer: int, tag: Tag, value: object) -> None: ...
+    def ensure_connected(self, peers: Iterable[int]) -> None: ...
 
 
 class MembershipService:
@@ -97,6 +98,7 @@ class MembershipService:
         self._suspects: deque[tuple[int, int, str, bool]] = deque()
         self._checked: dict[tuple[int, int], str] = {}  # suspects with observed leases, and what raised suspicion
         self._watches: dict[tuple[int, int], Watch] = {}  # by id and incarnation
+        self._dialed: dict[tuple[int, int], float] = {}  # members with an expired lease, and since when they are dialed
         self._askers: deque[tuple[int, int]] = deque()  # peers that wait for this worker to apply an epoch
         self._unapplied: set[int] = set()  # peers that have not confirmed the epoch of `announce`
         self._applied = threading.Event()
@@ -332,6 +334,7 @@ class MembershipService:
         observed |= {key for key in self._checked if view.has(*key)}
         self._checked = {key: why for key, why in self._checked.items() if key in observed}
         self._watches = {key: watch for key, watch in self._watches.items() if key in observed}
+        self._dialed = {key: since for key, since in self._dialed.items() if key in observed}
         for key in sorted(observed):
             if not view.has(*key):  # an entry of this loop, or of another worker
                 continue
@@ -352,7 +355,8 @@ class MembershipService:
     def _is_known_to_live(self, key: tuple[int, int], silence: float) -> bool:
         """Return whether a member lives although its lease has expired.
 
-        A process of this host may hold the GIL for long, or lack the connection to the store.
+        A process may hold the GIL for long, or lack the connection to the store. Of another host, the core's failure
+        detector knows whether it answers.
 
         Args:
             key: Id and incarnation of the member.
@@ -360,7 +364,25 @@ class MembershipService:
         """
         fate = fate_of(self._record(key[0]).process)
         interval = self._worker.options.local_heartbeat
+        if fate == UNKNOWN:
+            return self._may_answer(key)
         return fate == RUNNING or (fate == STOPPED and (interval == 0 or silence < _INTERVALS * interval))
+
+    def _may_answer(self, key: tuple[int, int]) -> bool:
+        """Return whether the failure detector observes a member, or may still connect to it."""
+        worker, now = self._worker, time.monotonic()
+        interval = worker.options.heartbeat
+        if interval == 0:
+            return False  # there is no detector
+        if worker.members.connected.get(key[0]) == key[1]:
+            self._dialed.pop(key, None)
+            return True
+        if key in self._checked:  # the detector has lost it, or its connection was closed
+            return False
+        if key not in self._dialed:
+            self._dialed[key] = now
+            worker.ensure_connected([key[0]])
+        return now - self._dialed[key] < _INTERVALS * interval
 
     def _record(self, peer: int) -> Member:
         record: Member = self.log.view.members[peer].record
