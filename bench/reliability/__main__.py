@@ -39,7 +39,7 @@ def by_folder(cases: Sequence[str]) -> dict[str, int]:
 
 
 def by_fault(cases: Sequence[str]) -> list[tuple[str, str, int]]:
-    """Return the number, the fault and the number of test cases of each row of `tests/faults/rows.py`.
+    """Return each row of `tests/faults/rows.py`: number, fault, test cases.
 
     A test counts with all of its parameters, a test of the core once.
     """

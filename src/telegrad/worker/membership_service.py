@@ -369,7 +369,7 @@ class MembershipService:
         return fate == RUNNING or (fate == STOPPED and (interval == 0 or silence < _INTERVALS * interval))
 
     def _may_answer(self, key: tuple[int, int]) -> bool:
-        """Return whether the failure detector observes a member, or may still connect to it."""
+        """Return whether a member answers the failure detector, or may still."""
         worker, now = self._worker, time.monotonic()
         interval = worker.options.heartbeat
         if interval == 0:
