@@ -337,6 +337,8 @@ ROWS = (
                 "faults/test_lost_passes.py",
                 "test_gradients_for_the_part_of_a_worker_with_a_loss",
                 "test_gradients_that_arrive_after_a_death",
+                "test_a_part_that_cannot_reach_the_root",
+                "test_a_result_without_its_context_is_an_error",
             ),
             *tests_of(_SCHEDULES, "test_a_few_schedules", "test_many_schedules"),
             *tests_of(_STEPS, "test_every_wait_ends_at_each_step"),

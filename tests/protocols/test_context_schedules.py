@@ -15,6 +15,7 @@ from schedules import run_schedules
 from sessions import Sessions
 
 from telegrad.autograd.contexts import ID_BITS, Contexts
+from telegrad.errors import WorkerLost
 
 Packet = tuple[int, int, int, tuple[Any, ...]]  # from, to, session, message
 Unsent = tuple[int, int, int, tuple[Any, ...]]  # from, to, epoch, message
@@ -114,12 +115,22 @@ class World:
     def count(self, begun: tuple[int, Any, int, int]) -> None:
         self.begun.remove(begun)
         worker, context, peer, epoch = begun
-        if self.nodes[worker].on_send(context, peer, (), True, epoch) is None:
+        try:
+            number = self.nodes[worker].on_send(context, peer, (), True, epoch)
+        except WorkerLost:
+            return
+        if number is None:
+            assert self.has_been_left(context.id), "a request is sent without a context whose root lives in it"
             return
         if self.rng.random() < 0.1:
             self.nodes[worker].rollback(context, 0, peer, epoch)
         else:
             self.unsent.append((worker, peer, epoch, ("request", context.id)))
+
+    def has_been_left(self, context: int) -> bool:
+        """Return whether no later pass needs what is recorded in a context."""
+        root = self.nodes.get(context >> ID_BITS)
+        return root is None or root.find(context) is None
 
     def leave(self, what: tuple[int, Any]) -> None:
         self.nodes[what[0]].end(what[1])
@@ -134,9 +145,12 @@ class World:
         src, dst, session, (kind, number, *counts) = packet
         node = self.nodes[dst]
         if kind == "ended":
-            node.on_ended(src, number, *counts, src * 1000 + session)
+            requests, *lost = counts[0] if isinstance(counts[0], tuple) else counts
+            node.on_ended(src, number, requests, src * 1000 + session, *lost)
             return
         context = node.on_request(number, src, src * 1000 + session)
+        if context is None and self.is_open(dst, src * 1000 + session):
+            assert self.has_been_left(number), "a request runs without a context whose root lives in it"
         assert context is None or number not in self.ended[dst], "a context begins again on its root"
 
     def notice(self, ends: tuple[int, int]) -> None:
@@ -198,6 +212,7 @@ def run_contexts(seed: int) -> None:
     for worker, node in world.nodes.items():
         assert not node.table, f"contexts never end on worker {worker}: {node.table}"
         assert not node.tombstones, f"worker {worker} keeps {node.tombstones}"
+        assert not node.broken, f"worker {worker} keeps {node.broken}"
 
 
 def test_contexts_end() -> None:
