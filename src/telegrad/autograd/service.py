@@ -75,8 +75,8 @@ class Autograd:
             peer: The peer.
             connection: The connection of the notification.
             notification: (context id, number of requests), after a loss (context id, (number of requests, id of the
-                lost worker)), or for the plain context (its id, (the lowest number of the
-                peer's passes that is not over, ids of messages that the peer does not need any more)).
+                lost worker)), or for the plain context (its id, (the lowest number of the peer's passes that is not
+                over, ids of messages that the peer does not need any more)).
         """
         context_id, what = notification
         if context_id != PLAIN:

@@ -23,7 +23,10 @@ minus consumed, starting with the messages that it sent (`backward_root.Ledger`)
 **Usage.** Call from one thread at a time. Every method returns effects, to be executed in order. After `Run`, run the
 stage and call `ran` or `failed` before any other method. The stage's gradients are sent with the `Gradients` that `ran`
 returns. Messages may arrive in any order. A message arrives at most once, and is lost only with its sender or receiver,
-which the caller reports with `lost`.
+which the caller reports with `lost`; or because there is no session with the receiver, which it reports with
+`unreachable`.
+
+The file is longer than others: it is one machine, whose events share one state.
 
 Invariants, by name (checked by tests/protocols/backward_world.py after every step):
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from telegrad.autograd.context import Context, Entry, WireMessage
 from telegrad.autograd.execution.stages import StageRunner
 from telegrad.autograd.execution.wanted import Wanted
-from telegrad.autograd.passes.failures import SECOND_TIME, Reason, unpack_error
+from telegrad.autograd.passes.failures import SECOND_TIME, Reason, describe_awaited, unpack_error
 from telegrad.autograd.passes.messages import (
     ABORT,
     ALONE,
@@ -229,22 +229,14 @@ class BackwardPass:
 
     def describe_pending(self) -> str:
         """Describe what the root waits for, for the error of a timeout."""
-        nouns = {TokenKind.GRADIENT: "gradients", TokenKind.MARK: "marks"}
-        found: dict[tuple[int, str], int] = {}
         schedule = self._schedule
+        awaited: list[tuple[Token, int]] = []
         if schedule is None:
-            if self._produced and not self._finished_fast:
-                found[self._produced[0][1], nouns[TokenKind.GRADIENT]] = len(self._produced)
+            awaited += () if self._finished_fast else self._produced
         elif schedule.ledger is not None and not self.is_over:
-            for kind, number in schedule.ledger.outstanding:
-                what = nouns.get(TokenKind(kind), "its report")
-                worker = schedule.ledger.where.get((kind, number), -1)
-                found[worker, what] = found.get((worker, what), 0) + 1
-        rows = [
-            f"worker {self._name_of(worker) if worker >= 0 else '(not known yet)'}: {count} x {what}"
-            for (worker, what), count in sorted(found.items())
-        ]
-        return "; ".join(rows) if rows else "nothing"
+            where = schedule.ledger.where
+            awaited += [(token, where.get(token, -1)) for token in schedule.ledger.outstanding]
+        return describe_awaited(awaited, self._name_of)
 
     # ---- the fast path -----------------------------------------------------------------------------------------------
 

@@ -1,13 +1,15 @@
-"""Reasons why a pass failed, and the errors that `backward` raises."""
+"""Why a pass failed or does not end, and the errors that `backward` raises."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from telegrad.errors import TEXT, RemoteError, WorkerLost, is_drop_in
+from telegrad.protocols.backward_messages import Token, TokenKind
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.unpickling import PickleGate
 
-__all__ = ["SECOND_TIME", "Reason", "RemoteFailure", "unpack_error"]
+__all__ = ["SECOND_TIME", "Reason", "RemoteFailure", "describe_awaited", "unpack_error"]
 
 SECOND_TIME = "backward through the graph a second time"
 """Part of torch's error for a graph that has been freed."""
@@ -51,3 +53,19 @@ def unpack_error(
     if isinstance(error, RemoteError) and is_drop_in():
         error.__dict__[TEXT] = f"Error on Node {worker}: {text}\n{error.__dict__[TEXT]}"
     return error
+
+
+def describe_awaited(awaited: Iterable[tuple[Token, int]], name_of: Callable[[int], str]) -> str:
+    """Describe the messages that the root waits for.
+
+    Args:
+        awaited: The messages, each with the worker that is to process it; -1 if it is not known yet.
+        name_of: Returns the name of a worker.
+    """
+    nouns = {TokenKind.GRADIENT: "gradients", TokenKind.MARK: "marks"}
+    found = Counter((worker, nouns.get(TokenKind(kind), "its report")) for (kind, _), worker in awaited)
+    rows = [
+        f"worker {name_of(worker) if worker >= 0 else '(not known yet)'}: {count} x {what}"
+        for (worker, what), count in sorted(found.items())
+    ]
+    return "; ".join(rows) if rows else "nothing"

@@ -3,13 +3,14 @@
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.tracebacks import clone_exception
 from telegrad.waits import wait_for
 
-__all__ = ["ConfirmationWaiters", "OwnedValue"]
+__all__ = ["ConfirmationWaiters", "OwnedValue", "free", "split"]
 
 
 class OwnedValue:
@@ -97,3 +98,19 @@ class ConfirmationWaiters:
     def clear(self) -> None:
         """Drop all functions."""
         self._waiting.clear()
+
+
+def split(deferred: Sequence[Callable[[], None]]) -> tuple[list[Callable[[], None]], list[OwnedValue]]:
+    """Return the other functions, and the values that `free` drops."""
+    others: list[Callable[[], None]] = []
+    values: list[OwnedValue] = []
+    for action in deferred:
+        if isinstance(action, partial) and action.func is free:
+            values += action.args
+        else:
+            others.append(action)
+    return others, values
+
+
+def free(_: OwnedValue) -> None:
+    """Drop the last reference to a value, without any lock held."""

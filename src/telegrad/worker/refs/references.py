@@ -36,7 +36,7 @@ from telegrad.worker.calls.encoded import NO_FORK
 from telegrad.worker.diagnostics.size_warning import SizeWarning
 from telegrad.worker.refs.creations import Creations, Refusal
 from telegrad.worker.refs.messages import as_plain, from_plain
-from telegrad.worker.refs.owned_value import ConfirmationWaiters, OwnedValue
+from telegrad.worker.refs.owned_value import ConfirmationWaiters, OwnedValue, free, split
 
 __all__ = ["References"]
 
@@ -332,7 +332,7 @@ class References(Creations):
             self._set_epoch(peer, self.table.epoch_of(peer))
             deferred = self._apply(effects)
         if not self.closed:
-            deferred, values = _split(deferred)
+            deferred, values = split(deferred)
             if values:  # the news of other workers wait for this function, and must not wait for user code
                 self._submit(values.clear)
             del values
@@ -422,7 +422,7 @@ class References(Creations):
                 owned = self.values.pop(effect.rref, None)
                 self._failed_here.pop(effect.rref, None)
                 if owned is not None:
-                    deferred.append(partial(_free, owned))
+                    deferred.append(partial(free, owned))
             elif isinstance(effect, Confirmed):
                 deferred += self._confirmations.confirm(effect.rref)
             elif isinstance(effect, Failed):
@@ -438,19 +438,3 @@ class References(Creations):
     def _run_deferred(self, deferred: Sequence[Callable[[], None]]) -> None:
         for action in deferred:
             action()
-
-
-def _split(deferred: Sequence[Callable[[], None]]) -> tuple[list[Callable[[], None]], list[OwnedValue]]:
-    """Return the other functions, and the values that `_free` drops."""
-    others: list[Callable[[], None]] = []
-    values: list[OwnedValue] = []
-    for action in deferred:
-        if isinstance(action, partial) and action.func is _free:
-            values += action.args
-        else:
-            others.append(action)
-    return others, values
-
-
-def _free(_: OwnedValue) -> None:
-    """Drop the last reference to a value, without any lock held."""
