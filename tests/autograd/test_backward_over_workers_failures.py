@@ -228,6 +228,47 @@ def test_leaving_the_context_ends_the_pass(four: Cluster, gate: threading.Event)
     opened.__exit__(None, None, None)
 
 
+def test_a_loss_that_ends_the_context_during_a_pass(four: Cluster, gate: threading.Event) -> None:
+    """The error names the lost worker, also if another one than the root has lost it."""
+    x = leaf(3)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("w1", slow, (rpc.rpc_sync("w1", slow, (x,)),)).sum()
+        there = four[1]._worker.autograd.contexts
+
+        def lose() -> None:
+            assert _inside.wait(20)
+            there.end(there.table[context_id], "worker 2 is lost", 2)
+            gate.set()
+
+        thread = threading.Thread(target=lose)
+        thread.start()
+        with pytest.raises(WorkerLost, match=f"worker w2 is lost: so autograd context {context_id} of worker w0"):
+            autograd.backward(context_id, [y])
+        thread.join()
+
+
+def test_a_gradient_of_a_lost_worker_that_arrives_during_the_loss(four: Cluster, gate: threading.Event) -> None:
+    """The records of its messages are gone, and the pass has not heard of the loss."""
+    with autograd.context() as context_id:
+        rpc.rpc_sync("w1", abs, (-1,))  # in the context, so it goes on there
+        y = rpc.rpc_sync("w2", after, (leaf(3), "w1", slow)).sum()
+        there = four[1]._worker.autograd.contexts
+
+        def lose() -> None:
+            assert _inside.wait(20)
+            received = there.table[context_id].requests_received
+            counted = dict(received)
+            there.peer_lost(2, 0)
+            received.update(counted)  # in truth the session goes on
+            gate.set()
+
+        thread = threading.Thread(target=lose)
+        thread.start()
+        with pytest.raises(WorkerLost, match="worker w2 is lost: so the records of its messages"):
+            autograd.backward(context_id, [y])
+        thread.join()
+
+
 def test_a_worker_without_its_schedule_reports_an_error(four: Cluster) -> None:
     x = leaf(3)
     with autograd.context() as context_id:

@@ -10,6 +10,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+from telegrad.errors import WorkerLost
+from telegrad.protocols.backward_messages import UnknownSend
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import GradientEdge, Node
@@ -85,7 +88,7 @@ class Context:
     """
 
     __slots__ = (
-        *("ended", "gradients", "id", "lock", "lost_worker", "min_live_pass", "passes", "receipts"),
+        *("ended", "gradients", "id", "lock", "lost_sends", "lost_worker", "min_live_pass", "passes", "receipts"),
         *("requests_received", "requests_sent", "sends", "sent_in"),
     )
 
@@ -102,6 +105,8 @@ class Context:
         """An ended context records no tensors and begins no pass."""
         self.lost_worker: int | None = None
         """Id of a worker, if its loss has ended the context. The root may still need what would be recorded here."""
+        self.lost_sends: dict[int, str] = {}
+        """Messages without a record since a loss -> name of the lost worker. Their gradients may still arrive."""
         self.lock: threading.Lock = threading.Lock()
         self.requests_sent: dict[int, int] = {}
         """Worker id -> requests sent to it in this context. These workers are notified when the context ends."""
@@ -113,6 +118,13 @@ class Context:
         """(Root, number of the pass at the root) -> backward pass, until the root reports a later minimum."""
         self.min_live_pass: dict[int, int] = {}
         """Root -> the lowest number of its passes that may still be running."""
+
+    def why_unknown(self, message: int) -> UnknownSend | WorkerLost:
+        """Return the error of a gradient for a message without a record."""
+        lost = self.lost_sends.get(message)
+        if lost is not None:
+            return WorkerLost(lost, f"so the records of its messages in autograd context {self.id} are gone")
+        return UnknownSend(message, "no record at this worker, or was sent after backward began")
 
     def consume(self, message: int) -> None:
         """Note that a pass without `retain_graph` has a gradient for a sent message."""

@@ -196,6 +196,8 @@ class Contexts:
             context.ended = True
             requests_sent, context.requests_sent = context.requests_sent, {}
             sent_in, context.sent_in = context.sent_in, {}
+            if context.lost_worker is not None:
+                context.lost_sends.update(dict.fromkeys(context.sends, self._name_of(context.lost_worker)))
             freed = context.sends, context.receipts, context.gradients
             context.sends, context.receipts, context.gradients = {}, {}, {}
         self._on_end(context, why)
@@ -254,6 +256,7 @@ class Contexts:
             with context.lock:
                 self._begin_epoch(context, peer, epoch)
                 messages = [message for message, sent in context.sends.items() if sent.peer == peer]
+                context.lost_sends.update(dict.fromkeys(messages, self._name_of(peer)))
                 dropped = [context.sends.pop(message) for message in messages]
             del dropped
         self.plain.release_for({peer})
@@ -316,7 +319,7 @@ class Contexts:
         with context.lock:
             if context.ended:
                 if context.lost_worker is not None:
-                    raise self._lost(context)
+                    raise self.loss_of(context)
                 return None
             if record is not None:
                 context.sends[message] = record
@@ -326,7 +329,8 @@ class Contexts:
                 self._count(context, peer, epoch)
         return message
 
-    def _lost(self, context: Context) -> WorkerLost:
+    def loss_of(self, context: Context) -> WorkerLost:
+        """Return the error of a context that a loss has ended."""
         root, lost = (self._name_of(worker) for worker in (context.id >> ID_BITS, context.lost_worker or 0))
         why = f"so autograd context {context.id} of worker {root} has ended on worker {self._name_of(self.worker_id)}"
         return WorkerLost(lost, why)

@@ -16,6 +16,7 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.passes.manager import BackwardManager
 from telegrad.autograd.plain.records import PLAIN, PlainContext
+from telegrad.errors import TelegradError
 from telegrad.worker import Worker
 from telegrad.worker.calls.encoded import ANY_EPOCH
 from telegrad.worker.diagnostics.size_warning import SizeWarning
@@ -101,7 +102,9 @@ class Autograd:
 
     def _on_context_end(self, context: Context, why: str) -> None:
         if context.passes:
-            self.passes.on_context_end(context, why)
+            what = f"autograd context {context.id} has ended while a backward pass ran in it: {why}."
+            loss = None if context.lost_worker is None else self.contexts.loss_of(context)
+            self.passes.on_context_end(context, loss or TelegradError(what))
 
     # ---- code that runs in a context
 

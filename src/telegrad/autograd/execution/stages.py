@@ -196,11 +196,12 @@ class StageRunner:
 
         Raises:
             UnknownSend: There is no such source, or it has its gradients already.
+            WorkerLost: A loss has dropped the record of the source.
         """
         graph = self.graph or self.open()
         edges = graph.sources.get(source)
         if edges is None:
-            raise UnknownSend(source, "no record at this worker, or was sent after backward began")
+            raise self._context.why_unknown(source)
         bit = graph.bits[source]
         if self._arrived >> bit & 1:
             raise UnknownSend(source, "already received its gradient")

@@ -280,6 +280,9 @@ class BackwardManager:
             self._reply_slow(RequestInfo(peer, connection, call, 0), messages, profile)
 
     def _unknown_context(self, context_id: int, peer: int) -> TelegradError:
+        broken = self._contexts.broken.get(context_id)
+        if broken is not None:
+            return self._contexts.loss_of(broken)
         name = self.worker.info.name
         if self.worker.references.epoch_of(peer) > 0:  # a session with the peer has ended
             why = f"its records of the autograd context {context_id} ended with an earlier connection"
@@ -328,14 +331,13 @@ class BackwardManager:
             dropped = _drop_finished(context, root, min_live)
         del dropped
 
-    def on_context_end(self, context: Context, why: str) -> None:
+    def on_context_end(self, context: Context, why: TelegradError) -> None:
         """Abort the passes of a context that has ended."""
         with context.lock:
             tasks, context.passes = list(context.passes.values()), {}
         for task in tasks:
             if not task.is_idle:
-                what = f"autograd context {context.id} has ended while a backward pass ran in it: {why}."
-                task.abort(TelegradError(what))
+                task.abort(why)
 
     def peer_lost(self, context: Context, peer: int, why: str) -> None:
         """Notify the passes of a context that a worker is lost."""
