@@ -31,8 +31,10 @@ example: build ## NAME=pipeline: that program of examples/, see docs/examples.md
 
 test: test-python test-core ## the fast tests: Python, and the core under address and undefined-behaviour sanitizers
 
+# Two processes of pytest share the files. JOBS=0: a single one, as a debugger needs.
+JOBS ?= 2
 test-python: build
-	$(PY) -m pytest -q -m "not slow" $(ARGS)
+	$(PY) -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-core: $(READY)
 	tools/test_core.sh $(VENV) $(BUILD)/asan address,undefined

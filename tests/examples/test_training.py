@@ -4,7 +4,6 @@ import importlib.util
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from free_ports import free_port
 
 for package in ("matplotlib", "rich", "sklearn"):
     pytest.importorskip(package)
@@ -87,11 +87,6 @@ def output_of_success(program: Program, timeout: float = 150) -> str:
     assert "Traceback" not in err
     assert "lost" not in err
     return out
-
-
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_seven_examples_exist() -> None:

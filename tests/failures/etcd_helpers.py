@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from process_helpers import free_port
+from free_ports import free_port
 
 from telegrad.group.etcd_client import EtcdClient, EtcdGone
 from telegrad.testing import eventually

@@ -5,6 +5,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+from free_ports import free_port
+
 from telegrad.group.group_store import group_store_of
 from telegrad.group.log import GroupLog, lease_key
 from telegrad.group.records import seat_of
@@ -50,5 +52,4 @@ def silent_address() -> Iterator[str]:
 
 def unused_address() -> str:
     """Return a TCP address at which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return f"tcp:127.0.0.1:{listening.getsockname()[1]}"
+    return f"tcp:127.0.0.1:{free_port()}"

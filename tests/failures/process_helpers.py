@@ -5,7 +5,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -14,6 +13,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from free_ports import free_port
 
 from telegrad import rpc
 from telegrad.rpc import Options
@@ -182,11 +183,6 @@ def actors(
     finally:
         for actor in group:
             actor.clean_up()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 # ---- steps

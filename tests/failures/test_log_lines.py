@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_helpers import TIMEOUT, Actor, actors, call, failure, free_port, hang, shut_all_down
+from free_ports import free_port
+from process_helpers import TIMEOUT, Actor, actors, call, failure, hang, shut_all_down
 
 from telegrad import rpc
 from telegrad.group import addresses

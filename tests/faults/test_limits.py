@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from fault_helpers import check_clean, loss, shut_down
-from process_helpers import TIMEOUT, Actor, actors, call_many, failure, free_port, state
+from free_ports import free_port
+from process_helpers import TIMEOUT, Actor, actors, call_many, failure, state
 
 from telegrad import rpc
 from telegrad.rpc import Options

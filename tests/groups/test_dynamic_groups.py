@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from process_helpers import TIMEOUT, Actor, actors, call_many, free_port
+from free_ports import free_port
+from process_helpers import TIMEOUT, Actor, actors, call_many
 
 from telegrad import rpc
 from telegrad.errors import UnknownWorker

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from etcd_helpers import Etcd, address_of, etcd_cluster
-from process_helpers import TIMEOUT, Actor, actors, call_many, free_port
+from free_ports import free_port
+from process_helpers import TIMEOUT, Actor, actors, call_many
 from test_membership_processes import join, join_static, leave, names, process_of
 
 from telegrad.group.etcd_client import EtcdClient, EtcdGone

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from free_ports import free_port
 from membership_helpers import members_of
-from process_helpers import free_port
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from telegrad import rpc

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from process_helpers import TIMEOUT, Actor, actors, call, call_many, failure, failures_of_calls, free_port, state
+from free_ports import free_port
+from process_helpers import TIMEOUT, Actor, actors, call, call_many, failure, failures_of_calls, state
 
 from telegrad import rpc
 from telegrad.errors import WorkerLost

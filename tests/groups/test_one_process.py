@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_helpers import free_port
+from free_ports import free_port
 
 from telegrad.errors import TelegradError
 from telegrad.group import hosting, stores

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from process_helpers import TIMEOUT, actors, free_port, state
+from free_ports import free_port
+from process_helpers import TIMEOUT, actors, state
 
 from telegrad.errors import ShutdownTimeout
 from telegrad.group import rendezvous

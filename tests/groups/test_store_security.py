@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from process_helpers import free_port
+from free_ports import free_port
 
 from telegrad import rpc
 from telegrad.errors import TelegradError, UnknownWorker

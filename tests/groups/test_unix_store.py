@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from process_helpers import TIMEOUT, Actor, actors, call_many, free_port, join, shut_all_down, state
+from free_ports import free_port
+from process_helpers import TIMEOUT, Actor, actors, call_many, join, shut_all_down, state
 
 from telegrad import rpc
 from telegrad.group import hosting, probing, stores

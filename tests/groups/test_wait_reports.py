@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from free_ports import free_port
 from membership_helpers import add_member, silent_address
-from process_helpers import free_port
 
 from telegrad import waits
 from telegrad.errors import TelegradError

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from process_helpers import free_port
+from free_ports import free_port
 
 from telegrad import compat, rpc
 from telegrad.rpc import Options

@@ -16,7 +16,7 @@ from typing import Any
 
 import documents
 import pytest
-from test_programs_of_docs import free_port
+from free_ports import free_port
 
 from telegrad.testing import cluster
 from telegrad.worker.serving.exposure import exposed

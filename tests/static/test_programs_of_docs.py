@@ -1,12 +1,12 @@
 """The Python programs of the introductory pages run unchanged."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import documents
 import pytest
+from free_ports import free_port
 
 PAGES = [documents.REPO / "README.md", *sorted((documents.REPO / "docs" / "start").glob("*.md"))]
 PROGRAMS = [
@@ -15,12 +15,6 @@ PROGRAMS = [
     for block in documents.split(page.read_text())[0]
     if block.language == "python"
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @pytest.mark.parametrize("text", PROGRAMS)
