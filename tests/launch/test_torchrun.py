@@ -1,6 +1,7 @@
 """Programs started and restarted by the real torchrun."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from process_helpers import free_port
+from free_ports import free_port
 
 from telegrad.testing import eventually
 
@@ -25,12 +26,19 @@ class Launcher:
         self._stack = stack
         self._agents: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *words: str) -> None:
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
         log = self._stack.enter_context((self.folder / f"agent{len(self._agents)}.log").open("wb"))
         agent = subprocess.Popen([sys.executable, *words], stdout=log, stderr=log)
         self._stack.callback(agent.wait)
         self._stack.callback(agent.terminate)
         self._agents.append(agent)
+        return agent
+
+    def kill(self, agent: subprocess.Popen[bytes], *workers: int) -> None:
+        """Kill an agent and its workers, as the end of their host does."""
+        for process in (agent.pid, *workers):
+            os.kill(process, signal.SIGKILL)
+        self._agents.remove(agent)
 
     def make_pipe(self) -> None:
         """Create a pipe; a worker that reads from it ends with the test at the latest."""
@@ -94,3 +102,33 @@ def test_two_agents_that_count_differently(torchrun: Launcher) -> None:
         torchrun.start(*words, str(PROGRAMS / "member_program.py"), str(torchrun.folder), "1", "1")
     torchrun.finish()
     assert torchrun.done() == [f"w{rank} {rank} of 2 in attempt 2" for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_node_is_lost_and_another_one_joins(torchrun: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The survivor forms a group of one, and then one of two with the newcomer."""
+    # Otherwise torch's agent of rank 0 tells newcomers no address of a store, and they wait for it (PyTorch 2.13).
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    where = f"localhost:{free_port()}"
+    conf = "join_timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+    def start(node: str, *hosts: str) -> subprocess.Popen[bytes]:
+        words = (*AGENT, "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "10", "--rdzv-id", "job")
+        store = ("--rdzv-backend", "c10d", "--rdzv-endpoint", where, "--rdzv-conf", ",".join((conf, *hosts)))
+        return torchrun.start(*words, *store, str(PROGRAMS / "elastic_program.py"), str(torchrun.folder), node)
+
+    def wait_for(what: str) -> int:
+        eventually((torchrun.folder / what).exists, timeout=60)
+        return int((torchrun.folder / what).read_text())
+
+    start("kept", "is_host=1")
+    second = start("killed", "is_host=0")
+    wait_for("first-kept")
+    torchrun.kill(second, wait_for("first-killed"))
+    wait_for("lost")
+    wait_for("alone")
+    start("new", "is_host=0")
+    torchrun.finish()
+    assert sorted(line.split(" on ")[1] for line in torchrun.done()) == ["kept", "new"]
+    assert sorted(line.split(" on ")[0] for line in torchrun.done()) == ["w0 of 2", "w1 of 2"]
