@@ -183,6 +183,27 @@ def test_a_worker_that_holds_the_gil_is_not_lost(four: list[Actor]) -> None:
     assert "lost" not in first.stderr() + busy.stderr()
 
 
+def count_there(to: str, size: int) -> int:
+    """Send ones, a tensor of `size` bytes, and return their number at the callee."""
+    return int(rpc.rpc_sync(to, torch.count_nonzero, (torch.ones(size, dtype=torch.uint8),), timeout=0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_two_gigabytes_to_a_worker_that_holds_the_gil_for_a_minute(tmp_path: Path, transport: str) -> None:
+    """With the default options nobody is lost, in any direction."""
+    with actors(3, tmp_path, transports=(transport,)) as (first, busy, third):
+        for actor in (first, third):
+            assert actor.do(call_many, "w1", 2) == 2
+        holding = busy.begin(hold_the_gil, 60.0)
+        counts = [actor.begin(count_there, "w1", 2 << 30) for actor in (first, third)]
+        holding.result(90.0)
+        assert [step.result(90.0) for step in counts] == [2 << 30] * 2
+        assert busy.do(call_many, "w0", 2) == first.do(call_many, "w2", 2) == 2
+        assert "lost" not in "".join(actor.stderr() for actor in (first, busy, third))
+
+
 def see_other_hosts() -> None:
     """Let members count as processes of other hosts, whose ends no kernel reports."""
     membership_service.fate_of = lambda *_, **__: "unknown"  # type: ignore[assignment]

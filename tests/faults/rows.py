@@ -157,6 +157,11 @@ ROWS = (
     ),
     Row("S2 stop", "SIGSTOP", tests_of(_SILENCE, "test_everything_that_waits_for_a_stopped_process_ends")),
     Row(
+        "S2 slow",
+        "2 GB in flight, and the GIL held for a minute",
+        tests_of(_SILENCE, "test_two_gigabytes_to_a_worker_that_holds_the_gil_for_a_minute"),
+    ),
+    Row(
         "S2 reset in shutdown",
         "a connection breaks while a server waits for its trainers",
         tests_of(
