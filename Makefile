@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo demo-rl example test test-python test-core test-slow conformance dependents fuzz soak reliability bench bench-check lint format stubs docs dist clean
+.PHONY: help venv build demo demo-rl example test test-python test-core test-slow conformance dependents fuzz mutants soak reliability bench bench-check lint format stubs docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -54,6 +54,9 @@ test-slow: build ## the slow tests: stress and soak in Python, every transport, 
 FUZZ_SECONDS ?= 600
 fuzz: $(READY) ## FUZZ_SECONDS=600 of each fuzzer of the core; ARGS="codec frames" selects some; see csrc/fuzz
 	tools/fuzz.sh $(VENV) $(BUILD)/fuzz $(FUZZ_SECONDS) $(ARGS)
+
+mutants: $(READY) ## take rules out of the core, one by one: a test must fail; ARGS="NAME ..." for some of csrc/tests/mutants.toml
+	$(PY) tools/mutants.py $(VENV) $(BUILD)/mutants $(ARGS)
 
 MINUTES ?= 30
 soak: build ## MINUTES=30 of checked work in processes that are killed, stopped and cut off; ARGS="--seed 2"
