@@ -104,6 +104,7 @@ struct Connection {
   Nanos attempt_at = kNever;  // when to try again
   bool dialing = false;       // an attempt begins: `next_link` is about to be set
   ConnectionPtr next_link;    // the attempt under way
+  Nanos verify_until = kNever;  // when messages that have not been verified are given up
   ConnectionPtr continues;    // of an attempt: the session
 
   // Sending, under send_mutex.

@@ -130,6 +130,8 @@ void Worker::handle(WorkItem& item) {
       cancel_count.add();
       return;
     }
+    case WorkKind::kVerify:
+      return engine->verify(item);
     case WorkKind::kExitThread:
     case WorkKind::kNoWork:
       return;
