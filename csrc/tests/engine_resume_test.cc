@@ -206,52 +206,6 @@ CASE(a_large_message_runs_once_or_fails_alone) {
   g.check_no_loss();
 }
 
-/// Gets a large result of `b` that is on its way when the connection breaks. `unchanged`: answer of its owner.
-Completion call_for_unverified(Group& g, std::function<bool()> unchanged, const std::string& content) {
-  g.b->on_custom = [&](WorkItem& item) {
-    g.relay->freeze();
-    Request r{.body = "result", .segments = {content}, .unchanged = unchanged};
-    g.b->engine->reply(item.connection, item.message.header.call_id, compose(r), true);
-    g.relay->reset();
-    g.relay->frozen = false;
-  };
-  return g.call(*g.a, 1, "call");
-}
-
-CASE(a_large_result_is_sent_again_if_its_memory_is_unchanged) {
-  Group g;
-  Random random(3);
-  const std::string content = random.bytes(100'000);
-  for (const bool unchanged : {true, false}) {
-    const Completion done = call_for_unverified(g, [unchanged] { return unchanged; }, content);
-    CHECK_EQ((done.reply.header.flags & kLeftOut) != 0, !unchanged);
-    if (unchanged) CHECK(text_of(done.reply.segments[0]) == content);
-  }
-  while (Bytes::live > 0) std::this_thread::yield();
-  g.check_no_loss();
-}
-
-/// The thread that asks the owner waits for the GIL. The session does not wait for long, and goes on.
-CASE(a_large_result_is_left_out_if_its_owner_does_not_answer) {
-  Group g(400 * kMillisecond);
-  Event asked, answers;
-  const Completion done = call_for_unverified(
-      g,
-      [&] {
-        asked.set();
-        answers.wait();
-        return true;
-      },
-      std::string(100'000, 'x'));
-  CHECK(done.reply.header.flags & kLeftOut);
-  CHECK(done.reply.body_view().starts_with(static_cast<char>(LeftOut::kBroken)));
-  asked.wait();
-  CHECK_EQ(body_of(g.a->call(1, {.body = "next"})), "next");
-  answers.set();
-  while (Bytes::live > 0) std::this_thread::yield();
-  g.check_no_loss();
-}
-
 /// A caller that waits does not change its tensor: it is sent again from the caller's memory.
 CASE(a_large_request_of_a_waiting_caller_arrives) {
   Group g;
