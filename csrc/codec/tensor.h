@@ -29,7 +29,7 @@ struct Segment {
   std::uintptr_t address = 0;
   std::size_t nbytes = 0;
   nb::object owner;
-  nb::object tensor;           // whose memory it is
+  nb::object tensor;           // that has the memory
   bool requires_grad = false;  // so the tensor may have a graph
 };
 

@@ -82,7 +82,7 @@ std::uint64_t Peers::detach_link(Connection& c) {
   return received;
 }
 
-// ---- messages whose memory may have changed
+// ---- verification: messages with memory that may have changed
 
 bool Peers::is_resumable(std::uint64_t id) const {
   Lock lock(parts_.mutex);

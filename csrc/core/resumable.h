@@ -41,8 +41,8 @@ class Resumable {
   /// before `verify` or `give_up_verifying`. Any thread.
   virtual bool has_unverified() const = 0;
 
-  /// Copies these messages and asks their owners whether their memory is unchanged (KeepAlive::is_unchanged). If so, the
-  /// copies are sent again, else messages without content. May block; any thread that holds no lock of the core.
+  /// Copies these messages and asks their owners whether their memory is unchanged (KeepAlive::is_unchanged). If so,
+  /// the copies are sent again, else messages without content. May block; any thread that holds no lock of the core.
   virtual void verify() = 0;
 
   /// Sends messages without content for those whose owners have not answered. Returns whether others are still being

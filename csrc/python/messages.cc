@@ -50,7 +50,8 @@ std::unique_ptr<Outgoing> compose(int tag, int flags, codec::Encoded& encoded) {
   m->segments.reserve(encoded.segments.size());
   const bool versioned = encoded.needs_versions();
   for (codec::Segment& s : encoded.segments) {
-    add_segment(*m, reinterpret_cast<const void*>(s.address), s.nbytes, versioned ? codec::versioned_owner(s) : s.owner);
+    add_segment(*m, reinterpret_cast<const void*>(s.address), s.nbytes,
+                versioned ? codec::versioned_owner(s) : s.owner);
   }
   return m;
 }

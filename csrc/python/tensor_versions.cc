@@ -65,7 +65,8 @@ StorageHolders holders_of(PyObject* storage) { return {Py_REFCNT(storage), refer
 
 /// Returns these numbers for a tensor that no other code holds. Torch itself may hold the Python object.
 StorageHolders least_holders(PyTypeObject* type) {
-  const nb::object tensor = nb::steal(in_python([&] { return PyObject_CallNoArgs(reinterpret_cast<PyObject*>(type)); }));
+  const nb::object tensor =
+      nb::steal(in_python([&] { return PyObject_CallNoArgs(reinterpret_cast<PyObject*>(type)); }));
   nb::object storage;
   if (tensor.is_valid())
     storage = nb::steal(in_python([&] { return PyObject_CallMethod(tensor.ptr(), "untyped_storage", nullptr); }));

@@ -1,8 +1,8 @@
 // Whether the memory of a sent message has changed, for messages that are sent again (core/resumable.h).
 //
 // PyTorch counts the changes of a tensor: each in-place operation increments its version, which its views and detached
-// aliases share. Not counted are writes by fused optimizers, through `.data`, by NumPy, or by another process. Samples of
-// the memory reveal those that change all of it. An inference tensor has no version: its memory cannot change if the
+// aliases share. Not counted are writes by fused optimizers, through `.data`, by NumPy, or by another process. Samples
+// of the memory reveal those that change all of it. An inference tensor has no version: its memory cannot change if the
 // message is the only holder.
 #pragma once
 

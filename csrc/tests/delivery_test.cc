@@ -165,7 +165,7 @@ CASE(a_large_mutable_message_loses_its_content_but_not_its_trailer) {
   }
 }
 
-/// A message whose owner knows whether its memory has changed.
+/// A message with an owner that knows whether its memory has changed.
 Outgoing verifiable(const Message& sent, int& live, FrameType type = FrameType::kReply) {
   Outgoing m = sent.outgoing();
   m.header.type = type;

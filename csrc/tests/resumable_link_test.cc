@@ -87,8 +87,8 @@ struct Answers final : KeepAlive {
   std::function<bool()> answer;
 };
 
-/// A reply whose owner answers whether its memory has changed, between two small messages. None arrives before the
-/// connection breaks.
+/// A reply with an owner that answers whether its memory has changed, between two small messages. None arrives before
+/// the connection breaks.
 struct Unverified {
   explicit Unverified(std::function<bool()> answer) {
     Random random(17);

@@ -1,4 +1,4 @@
-"""Large tensors on their way when a connection breaks: which are sent again, and which calls fail."""
+"""Large tensors that are on their way when a connection breaks."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,7 +51,7 @@ def has_replied(w: Cluster, sent: int) -> bool:
 
 
 def send_result(w: Cluster, function: Callable[..., Any], *args: Any) -> "rpc.Future[Any]":
-    """Call a function of w1 that freezes the network; its result is on its way afterwards."""
+    """Call a function of w1 that freezes the network, and wait until it has replied."""
     sent = sent_by(w, 1)
     future: rpc.Future[Any] = w[0].rpc_async("w1", function, args)
     eventually(lambda: state["proxy"].frozen and has_replied(w, sent))
@@ -105,7 +105,7 @@ def test_an_argument_as_the_result_is_sent_again(w: Cluster, proxy: Proxy) -> No
 
 
 def held(kind: str = "tensor") -> Any:
-    """Return a tensor that the worker keeps, in a value that the codec or that only pickle encodes."""
+    """Return a tensor that the worker keeps, in a value of some kind."""
     state["proxy"].freeze()
     x = state["held"]
     return {
@@ -137,7 +137,7 @@ def test_an_unchanged_result_is_sent_again(w: Cluster, proxy: Proxy, kind: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_result_is_not_sent_again(w: Cluster, proxy: Proxy, kind: str) -> None:
-    """One element is written, in another view than the one that was sent."""
+    """The program writes one element, in another view than the one that was sent."""
     state["held"] = values()
     future = send_result(w, held, kind)
     state["held"][N // 2 - 5 :][0] = -1.0
@@ -213,7 +213,7 @@ def test_a_parameter_is_sent_again_until_the_optimizer_steps(w: Cluster, proxy: 
 
 
 def test_a_result_survives_several_breaks(w: Cluster, proxy: Proxy) -> None:
-    """The network freezes again before the copy has arrived; the tensor changes after the first break."""
+    """Further connections break before the copy has arrived."""
     state["held"] = values()
     future = send_result(w, held)
     proxy.reset()

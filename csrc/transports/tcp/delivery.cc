@@ -187,7 +187,7 @@ std::unique_ptr<Outgoing> Unacknowledged::again(std::uint64_t number, Nanos at, 
   return m;
 }
 
-// ---- messages whose memory may have changed
+// ---- verification
 
 void Unacknowledged::drop_content(Kept& kept, Released& released) {
   kept.copy_without_content(*kept.large);

@@ -84,7 +84,7 @@ class Unacknowledged {
   /// which the receiver drops.
   std::unique_ptr<Outgoing> again(std::uint64_t number, Nanos at, Released& released);
 
-  /// A message whose memory may have changed.
+  /// A message with memory that may have changed.
   struct Unverified {
     std::uint64_t number = 0;
     std::shared_ptr<const Outgoing> message;
@@ -103,7 +103,7 @@ class Unacknowledged {
   bool give_up_verifying(Released& released);
 
  private:
-  /// State of a message whose memory may have changed.
+  /// State of such a message.
   enum class Check : std::uint8_t { kNone, kUnverified, kBeingCopied, kAsked };
   struct Kept {
     void copy(const Outgoing& message);
@@ -123,8 +123,8 @@ class Unacknowledged {
   std::uint64_t first_ = 0;
   std::deque<Kept> messages_;
   std::vector<std::uint64_t> unverified_;  // numbers of those with a check
-  std::size_t bytes_ = 0;            // of the copies
-  std::uint64_t arrived_until_ = 0;  // the end of the last acknowledgement
+  std::size_t bytes_ = 0;                  // of the copies
+  std::uint64_t arrived_until_ = 0;        // the end of the last acknowledgement
 };
 
 /// Copies a message and all of its memory. Returns null if there is no memory for it.

@@ -10,8 +10,8 @@
 // Acknowledgements are frames of type kAck without a number: call_id and timeout are `count` and `end` of an
 // Acknowledgement. They go between two messages, or between the parts of a large one.
 //
-// A message whose memory may have changed is sent again once it has been verified (Resumable::verify); those behind it
-// wait, because their numbers are not sent.
+// A message with memory that may have changed is sent again once it has been verified (Resumable::verify); those behind
+// it wait, because their numbers are not sent.
 //
 // If the engine does not want this (`keep`), the link only passes everything on.
 #pragma once

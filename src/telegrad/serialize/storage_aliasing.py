@@ -155,7 +155,10 @@ def _send_separately(island: list[_Member], places: dict[int, TensorSlot], segme
 
 
 def _owner(storage: object, members: list[_Member]) -> tuple[object, ...]:
-    """Return an owner with the version counters of the tensors, which may differ, and without their graphs."""
+    """Return an owner with the version counters of the tensors.
+
+    They may differ between tensors of one storage. The owner keeps no graph alive.
+    """
     return storage, *(m.tensor.detach() if m.tensor.requires_grad else m.tensor for m in members)
 
 
