@@ -37,7 +37,7 @@ class Resumable {
   /// Stops using the memory of a request, because its call has ended without a reply. Any thread.
   virtual void release(std::uint64_t call, Released& released) = 0;
 
-  /// Returns whether messages are kept whose memory may have changed since they were sent. They are not sent again
+  /// Returns whether messages are kept with memory that may have changed since they were sent. They are not sent again
   /// before `verify` or `give_up_verifying`. Any thread.
   virtual bool has_unverified() const = 0;
 
@@ -45,8 +45,8 @@ class Resumable {
   /// the copies are sent again, else messages without content. May block; any thread that holds no lock of the core.
   virtual void verify() = 0;
 
-  /// Sends messages without content for those whose owners have not answered. Returns whether others are still being
-  /// copied. Any thread.
+  /// Sends messages without content instead of those with owners that have not answered. Returns whether others are
+  /// still being copied. Any thread.
   virtual bool give_up_verifying() = 0;
 
   /// Messages for which no acknowledgement has arrived. Any thread.

@@ -59,9 +59,10 @@ class Received {
 /// The sender's part: messages that may have to be sent again.
 ///
 /// Small ones are copied. Of large ones, those whose memory cannot change, or not before their call has ended, are kept
-/// by reference. So are those whose memory may change once they are sent, if their owner can tell later whether it has:
-/// before they are sent again, they are verified (Resumable::verify). Of the others, and of those that have changed,
-/// only the trailer and a reason are kept (core/left_out.h): they fail their own call, and no reference is lost.
+/// by reference. So are those with memory that may change once they are sent, if their owner can tell later whether it
+/// has: before they are sent again, they are verified (Resumable::verify). Of the others, and of those that have
+/// changed, only the trailer and a reason are kept (core/left_out.h): they fail their own call, and no reference is
+/// lost.
 class Unacknowledged {
  public:
   /// Returns the number of a message that begins to be sent. It may arrive, and be acknowledged, before `keep`.
