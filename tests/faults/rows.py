@@ -146,7 +146,7 @@ ROWS = (
                 "test_a_changed_result_is_not_sent_again",
                 "test_arguments_of_asynchronous_calls",
             ),
-            *tests_of("engine_resume_test.cc", "a_large_result_is_left_out_if_its_owner_does_not_answer"),
+            *tests_of("engine_verify_test.cc", "a_large_result_is_left_out_if_its_owner_does_not_answer"),
         ),
     ),
     # Sessions, section 2.1: what sees an event
