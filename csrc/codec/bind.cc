@@ -38,8 +38,10 @@ bool is_plain(EncodeStatus outcome) {
 nb::object segment_list(Encoded& encoded) {
   nb::object segments = nb::steal(PyList_New(static_cast<Py_ssize_t>(encoded.segments.size())));
   if (!segments) throw nb::python_error();
+  const bool versioned = encoded.needs_versions();
   for (std::size_t i = 0; i < encoded.segments.size(); ++i) {
     Segment& segment = encoded.segments[i];
+    if (versioned) segment.owner = versioned_owner(segment);
     PyObject* entry = Py_BuildValue("(KnN)", static_cast<unsigned long long>(segment.address),
                                     static_cast<Py_ssize_t>(segment.nbytes), segment.owner.release().ptr());
     if (!entry) throw nb::python_error();

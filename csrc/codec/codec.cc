@@ -5,6 +5,12 @@
 
 namespace telegrad::codec {
 
+bool Encoded::needs_versions() const {
+  std::uint64_t size = static_cast<std::uint64_t>(PyBytes_GET_SIZE(body.ptr()));
+  for (const Segment& s : segments) size += s.nbytes;
+  return size >= kMinVersioned;
+}
+
 EncodeStatus Codec::encode(PyObject* object, Encoded& out) const {
   return Encoder(*this, Mode::kFull).run(object, out);
 }

@@ -20,7 +20,13 @@ struct Extension {
   nb::object unpack;   // unpack(plain value) -> object
 };
 
+/// The segments of a message of this size get owners with a version (`versioned_owner`). Half of what a link copies
+/// (core/resumable.h), because metadata may be added.
+inline constexpr std::uint64_t kMinVersioned = 32 << 10;
+
 struct Encoded {
+  bool needs_versions() const;
+
   nb::object body;  // bytes
   std::vector<Segment> segments;
   std::vector<nb::object> recorded;  // from `encode_recorded`

@@ -232,7 +232,11 @@ EncodeStatus Encoder::tensor(PyObject* o) {
     for (int i = 0; i < spec.ndim; ++i) tensor_table_.varint(static_cast<std::uint64_t>(spec.shape[i]));
     if (is_strided)
       for (int i = 0; i < spec.ndim; ++i) tensor_table_.varint(static_cast<std::uint64_t>(spec.strides[i]));
-    if (segment.nbytes) segments_.push_back(std::move(segment));
+    if (segment.nbytes) {
+      segment.tensor = nb::borrow(o);
+      segment.requires_grad = spec.requires_grad;
+      segments_.push_back(std::move(segment));
+    }
   }
   out_->counted(kFixTensorRef, kFixTensorRefs, kTensorRef, number);
   return EncodeStatus::kOk;

@@ -80,6 +80,22 @@ bool TensorSpec::set_contiguous() {
   return true;
 }
 
+nb::object versioned_owner(const Segment& segment) {
+  nb::object tensor = segment.tensor;
+  if (segment.requires_grad) {
+    static PyObject* const detach = PyUnicode_InternFromString("detach");
+    tensor = nb::steal(in_python([&] { return PyObject_CallMethodNoArgs(segment.tensor.ptr(), detach); }));
+    if (!tensor.is_valid()) {
+      if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();
+      PyErr_Clear();
+      return segment.owner;
+    }
+  }
+  PyObject* both = PyTuple_Pack(2, segment.owner.ptr(), tensor.ptr());
+  if (!both) throw nb::python_error();
+  return nb::steal(both);
+}
+
 TensorBridge::TensorBridge(nb::type_object tensor_type, nb::object exchange_api, nb::object encode, nb::object decode,
                            nb::tuple byte_types, nb::object parameter_type, nb::object watch_cut, nb::object is_watched)
     : type_object_(std::move(tensor_type)),

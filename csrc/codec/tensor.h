@@ -29,7 +29,13 @@ struct Segment {
   std::uintptr_t address = 0;
   std::size_t nbytes = 0;
   nb::object owner;
+  nb::object tensor;           // that has the memory
+  bool requires_grad = false;  // so the tensor may have a graph
 };
+
+/// Returns an owner of a segment's memory with a version counter: (storage, tensor). The tensor has no graph, so that
+/// the owner keeps none alive. Throws nb::python_error.
+nb::object versioned_owner(const Segment& segment);
 
 struct TensorSpec {
   const DType* dtype = nullptr;

@@ -100,11 +100,12 @@ struct Connection {
 
   // See peers_resume.cc.
   Resumption resumption;
-  std::string broken;         // why the link's connection has broken, if it is suspended
-  Nanos attempt_at = kNever;  // when to try again
-  bool dialing = false;       // an attempt begins: `next_link` is about to be set
-  ConnectionPtr next_link;    // the attempt under way
-  ConnectionPtr continues;    // of an attempt: the session
+  std::string broken;           // why the link's connection has broken, if it is suspended
+  Nanos attempt_at = kNever;    // when to try again
+  bool dialing = false;         // an attempt begins: `next_link` is about to be set
+  ConnectionPtr next_link;      // the attempt under way
+  Nanos verify_until = kNever;  // when messages that have not been verified are given up
+  ConnectionPtr continues;      // of an attempt: the session
 
   // Sending, under send_mutex.
   std::mutex send_mutex;

@@ -79,6 +79,16 @@ class Engine final : public ForkHandler {
   /// Returns whether a connection is open: the session has not ended.
   bool is_open(std::uint64_t connection) const { return parts_.peers.is_open(connection); }
 
+  // ---- messages that may be sent again. Any thread.
+
+  /// Return whether messages on a connection, or to a peer, are kept until they have arrived (Outgoing::verifiable).
+  /// The second one is a guess if there is no connection. Never block.
+  bool is_resumable(std::uint64_t connection) const { return parts_.peers.is_resumable(connection); }
+  bool may_be_resumable(std::int32_t peer) const { return parts_.peers.may_be_resumable(peer); }
+  /// Processes a work item of kVerify. Blocks for copies of large messages, and as long as `KeepAlive::is_unchanged`
+  /// does.
+  void verify(const WorkItem& item) { parts_.peers.verify(item.connection); }
+
   // ---- calls. Any thread.
 
   /// Opens a call and sends its request. May block, at most until the deadline, for the peer's window and until the

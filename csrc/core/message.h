@@ -110,6 +110,9 @@ static_assert(sizeof(SegmentHeader) == 16);
 class KeepAlive {
  public:
   virtual ~KeepAlive() = default;
+  /// Returns whether the memory of a message is certain to be what it was when the message was given to the engine. Of
+  /// messages that are `verifiable`. May block; a thread of the pool, while no lock of the core is held.
+  virtual bool is_unchanged() const { return false; }
 };
 
 /// Objects to destroy once no lock of the core is held.
@@ -131,6 +134,7 @@ struct Outgoing {
   bool admitted = false;                      // the send queue had room for it, or its thread waits: see overload.h
   bool immutable = false;                     // no other thread can change its bytes: see `copy_payload`
   bool stable = false;                        // its bytes do not change while its call waits: see Resumable::release
+  bool verifiable = false;                    // its owner can tell later whether they have changed: see `is_unchanged`
   bool fragmented = false;                    // by the link: segments with the lease kFragmented are sent in any order
   bool large = false;                         // see Link::is_large
   bool prepared = false;                      // its name and its credit are final, because sending has begun

@@ -284,7 +284,7 @@ void Peers::on_timer(Lock& lock, Nanos at) {
 }
 
 void Peers::run_timer(Lock& lock, Nanos at) {
-  std::vector<ConnectionPtr> expired, attempts;
+  std::vector<ConnectionPtr> expired, attempts, unverified;
   Released released;
   timer_at_ = kNever;
   for (auto& [token, c] : connections_) {
@@ -293,6 +293,12 @@ void Peers::run_timer(Lock& lock, Nanos at) {
       attempts.push_back(c);
     } else if (c->attempt_at != kNever) {
       arm_timer(c->attempt_at);
+    }
+    if (c->verify_until <= at) {
+      c->verify_until = kNever;
+      unverified.push_back(c);
+    } else if (c->verify_until != kNever) {
+      arm_timer(c->verify_until);
     }
     if (c->state != Connection::State::kHandshaking) continue;
     if (c->handshake_deadline <= at) {
@@ -311,9 +317,10 @@ void Peers::run_timer(Lock& lock, Nanos at) {
       arm_timer(peer.retry_at);
     }
   }
-  if (expired.empty() && attempts.empty() && released.empty()) return;
+  if (expired.empty() && attempts.empty() && unverified.empty() && released.empty()) return;
   lock.unlock();
   released.clear();
+  for (auto& c : unverified) give_up_verifying(c);
   for (auto& c : attempts) attempt(c);
   for (auto& c : expired) close_connection(c, "the handshake took too long");
   lock.lock();

@@ -85,6 +85,10 @@ class Peers {
   void set_epoch(std::int32_t id, std::int64_t epoch) EXCLUDES(engine_mutex);
   std::int64_t epoch_of(std::int32_t id) const EXCLUDES(engine_mutex);
   bool is_open(std::uint64_t connection) const EXCLUDES(engine_mutex);
+  /// See the functions of the engine.
+  bool is_resumable(std::uint64_t connection) const EXCLUDES(engine_mutex);
+  bool may_be_resumable(std::int32_t peer) const EXCLUDES(engine_mutex);
+  void verify(std::uint64_t connection) EXCLUDES(engine_mutex);
 
   // ---- peers
 
@@ -204,6 +208,8 @@ class Peers {
   // peers_resume.cc
   bool suspend(const ConnectionPtr& c, const std::string& why) EXCLUDES(engine_mutex);
   std::uint64_t detach_link(Connection& c) REQUIRES(engine_mutex);
+  void set_verify_limit(Connection& c) REQUIRES(engine_mutex);
+  void give_up_verifying(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   bool may_attempt(const Connection& c) const REQUIRES(engine_mutex);
   void attempt(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   void schedule_attempt(const ConnectionPtr& c) EXCLUDES(engine_mutex);

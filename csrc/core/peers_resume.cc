@@ -70,7 +70,57 @@ std::uint64_t Peers::detach_link(Connection& c) {
   for (const int fd : {c.link->fd(), c.link->lanes_fd()}) parts_.leader.remove_fd(fd);
   c.watching_writable = false;
   c.buffered = 0;
-  return c.link->resumable()->suspend();
+  c.verify_until = kNever;
+  const std::uint64_t received = c.link->resumable()->suspend();
+  if (c.link->resumable()->has_unverified()) {
+    WorkItem item;
+    item.kind = WorkKind::kVerify;
+    item.connection = c.id;
+    parts_.queue.push(std::move(item));
+    parts_.queue.wake_for_work();
+  }
+  return received;
+}
+
+// ---- verification: messages with memory that may have changed
+
+bool Peers::is_resumable(std::uint64_t id) const {
+  Lock lock(parts_.mutex);
+  const ConnectionPtr c = find_connection(id);
+  return c && c->resumes;
+}
+
+bool Peers::may_be_resumable(std::int32_t id) const {
+  Lock lock(parts_.mutex);
+  const auto found = peers_.find(id);
+  const ConnectionPtr c = found == peers_.end() ? nullptr : found->second.connection;
+  return c ? c->resumes : parts_.settings.handshake.resume;
+}
+
+void Peers::verify(std::uint64_t id) {
+  ConnectionPtr c;
+  {
+    Lock lock(parts_.mutex);
+    c = find_connection(id);
+  }
+  if (!c) return;
+  c->link->resumable()->verify();
+  parts_.sender.flush_by_leader(c);
+}
+
+/// Limits the time for which the messages of a continued session wait, because the program holds the GIL.
+void Peers::set_verify_limit(Connection& c) {
+  if (!c.link->resumable()->has_unverified()) return;
+  c.verify_until = now() + std::min(kVerifyLimit, c.silence.interval() / 2);
+  arm_timer(c.verify_until);
+}
+
+void Peers::give_up_verifying(const ConnectionPtr& c) {
+  if (c->link->resumable()->give_up_verifying()) {
+    Lock lock(parts_.mutex);
+    set_verify_limit(*c);
+  }
+  parts_.sender.flush_by_leader(c);
 }
 
 // ---- attempts
@@ -266,6 +316,7 @@ void Peers::resume_session(const ConnectionPtr& next) {
       c->broken.clear();
       c->next_link.reset();
       c->has_asked_for_lanes = false;
+      set_verify_limit(*c);
       new_lane_links_.push_back(c);
     }
   }

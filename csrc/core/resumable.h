@@ -11,6 +11,9 @@ namespace telegrad {
 
 class Link;
 
+/// Payloads up to this size are copied, so that they can be sent again.
+inline constexpr std::uint64_t kMaxCopied = 64 << 10;
+
 class Resumable {
  public:
   virtual ~Resumable() = default;
@@ -33,6 +36,18 @@ class Resumable {
 
   /// Stops using the memory of a request, because its call has ended without a reply. Any thread.
   virtual void release(std::uint64_t call, Released& released) = 0;
+
+  /// Returns whether messages are kept with memory that may have changed since they were sent. They are not sent again
+  /// before `verify` or `give_up_verifying`. Any thread.
+  virtual bool has_unverified() const = 0;
+
+  /// Copies these messages and asks their owners whether their memory is unchanged (KeepAlive::is_unchanged). If so,
+  /// the copies are sent again, else messages without content. May block; any thread that holds no lock of the core.
+  virtual void verify() = 0;
+
+  /// Sends messages without content instead of those with owners that have not answered. Returns whether others are
+  /// still being copied. Any thread.
+  virtual bool give_up_verifying() = 0;
 
   /// Messages for which no acknowledgement has arrived. Any thread.
   struct Waiting {

@@ -179,6 +179,12 @@ void Sender::flush(const ConnectionPtr& c) {
   }
 }
 
+void Sender::flush_by_leader(const ConnectionPtr& c) {
+  std::lock_guard sending(c->send_mutex);
+  Lock lock(parts_.mutex);
+  if (parts_.peers.has_connection(c->id) && !c->resumption.is_suspended()) watch_writable(*c, true);
+}
+
 void Sender::fail_outdated(std::uint64_t id, Released& released) {
   if (id == 0) return;
   parts_.calls.release_keep_alive(id, released);

@@ -130,6 +130,8 @@ class Sender {
   void send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pending) EXCLUDES(engine_mutex);
   /// Sends queued messages after the link has become writable.
   void flush(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  /// Has the leader call `flush`, unless the session is suspended. Any thread.
+  void flush_by_leader(const ConnectionPtr& c) EXCLUDES(engine_mutex);
 
   /// Checks whether a message belongs to an ended session of the peer; `id` is 0 for a one-way message. Returns true if
   /// so: it is not sent, and its call has failed.

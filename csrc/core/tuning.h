@@ -74,6 +74,9 @@ inline constexpr int kPartsInARow = 32;
 inline constexpr std::int64_t kLargePayload = 64 << 10;
 /// No thread waits for a peer that has read nothing for this long.
 inline constexpr Nanos kStallTimeout = 100 * kMillisecond;
+/// Longest time that a continued session waits until the thread pool has verified what it sends again. The program may
+/// hold the GIL for longer, and other calls wait too.
+inline constexpr Nanos kVerifyLimit = kSecond;
 /// Credit is reported in a frame of its own at this part of the window.
 inline constexpr std::size_t kCreditShare = 4;
 /// Requests of a peer that has not read its replies are held; this is how often its progress is checked. Half of the

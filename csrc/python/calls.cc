@@ -8,6 +8,7 @@
 #include "python/buffer_leases.h"
 #include "python/messages.h"
 #include "python/signal_check.h"
+#include "python/tensor_versions.h"
 
 namespace telegrad::python {
 namespace {
@@ -59,6 +60,7 @@ std::uint64_t begin_call(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
   o.never_wait = never_wait || (small && e.may_send_now(peer, size));
   SignalCheck signals;
   o.interrupted = signals.ask();
+  if (size > kMaxCopied && e.may_be_resumable(peer)) record_versions(*m);
   std::uint64_t id;
   if (small && o.never_wait) {
     ReleaseGilIfContended gil;
@@ -100,9 +102,14 @@ bool take_completion(Engine& e, std::uint64_t call, Nanos timeout, Completion& o
 }
 
 bool send_reply(Engine& e, std::uint64_t connection, std::uint64_t call, std::unique_ptr<Outgoing> m) {
-  hand_off_leases(*m, connection);
+  const std::uint64_t size = m->payload_size();
+  if (size > kMaxCopied && e.is_resumable(connection)) {
+    record_versions(*m);  // the owners are needed to verify it
+  } else {
+    hand_off_leases(*m, connection);
+  }
   bool sent;
-  if (m->payload_size() <= kSmall) {
+  if (size <= kSmall) {
     ReleaseGilIfContended gil;
     sent = e.reply(connection, call, std::move(m), false, gil.before_blocking());
   } else {

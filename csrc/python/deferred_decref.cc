@@ -9,6 +9,10 @@
 namespace telegrad::python {
 namespace {
 
+// How long an idle worker keeps what it has sent. The callback costs as much as a call, and further calls make it
+// needless.
+constexpr Nanos kMaxDelay = 20 * kMillisecond;
+
 struct Deferred {
   std::mutex mutex;
   std::vector<PyObject*> objects;
@@ -38,7 +42,7 @@ PyRefs::~PyRefs() {
     p.objects.insert(p.objects.end(), objects_.begin(), objects_.end());
     p.any.store(true, std::memory_order_release);
   }
-  if (wake_pool != nullptr) wake_pool->request_callback(kMillisecond);
+  if (wake_pool != nullptr) wake_pool->request_callback(kMaxDelay);
 }
 
 void decref_deferred() {

@@ -6,6 +6,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -33,18 +34,36 @@ class PyRefs final : public KeepAlive {
   /// Keeps memory that is no Python object. It may be destroyed on any thread.
   void hold(std::shared_ptr<void> memory) { memory_.push_back(std::move(memory)); }
   PyObject* front() const { return objects_.front(); }
+  PyObject* at(std::size_t index) const { return objects_[index]; }
   bool empty() const { return objects_.empty(); }
+
+  /// Records the version of a tensor that one of the objects owns, for `is_unchanged`.
+  void add_version(PyObject* tensor, long version) { versions_.emplace_back(tensor, version); }
+  /// Records samples of memory that the objects own, for `is_unchanged`.
+  void add_samples(const std::byte* data, std::size_t size);
+  /// Takes the GIL. See python/tensor_versions.h.
+  bool is_unchanged() const override;
 
   /// Releases all references. Needs the GIL and no lock of the core.
   void release() {
+    versions_.clear();
+    samples_.clear();
     in_python([this] {
       for (PyObject* o : std::exchange(objects_, {})) Py_DECREF(o);
     });
   }
 
  private:
+  struct Samples {
+    const std::byte* data;
+    std::size_t size;
+    std::uint64_t hash;
+  };
+
   std::vector<PyObject*> objects_;
   std::vector<std::shared_ptr<void>> memory_;
+  std::vector<std::pair<PyObject*, long>> versions_;
+  std::vector<Samples> samples_;
 };
 
 /// For its scope, a decref that this thread defers wakes a pool thread of the engine, which runs it.

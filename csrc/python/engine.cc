@@ -68,7 +68,8 @@ std::optional<nb::tuple> wait(Engine& e, std::uint64_t id, Nanos timeout) {
 bool reply(Engine& e, std::uint64_t connection, std::uint64_t call, int tag, int flags, const nb::bytes& body,
            nb::handle segments) {
   auto m = compose(tag, flags, body, segments);
-  if (any_leases() && !segments.is_none()) nb::cast<nb::list>(segments).clear();
+  // Leave the message as the only holder: see hand_off_leases and record_versions.
+  if (!segments.is_none() && (any_leases() || m->payload_size() > kMaxCopied)) nb::cast<nb::list>(segments).clear();
   return send_reply(e, connection, call, std::move(m));
 }
 
@@ -88,6 +89,10 @@ bool send(Engine& e, std::int32_t peer, int tag, int flags, const nb::bytes& bod
 std::optional<nb::tuple> next(Engine& e, PoolThread& self) {
   WorkItem item;
   if (!next_work_item(e, self, item)) return std::nullopt;
+  if (item.kind == WorkKind::kVerify) {
+    verify(e, item);
+    item.kind = WorkKind::kNoWork;
+  }
   return work_item_tuple(std::move(item));
 }
 
@@ -274,7 +279,7 @@ void init_engine(nb::module_& m) {
            "Returns None when the engine has stopped.\n\n"
            "(0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),\n"
            "(2 completion, spawn, target, completion), (3 event, spawn, event, peer, incarnation, text), (4 retire, "
-           "spawn),\n(6 cancel, spawn, connection, call).")
+           "spawn),\n(5 nothing, spawn), (6 cancel, spawn, connection, call).")
       .def("spawn_failed", &Engine::spawn_failed,
            "Report that the thread that a work item asked for could not be started.")
       .def("request_callback", &Engine::request_callback, "delay"_a,

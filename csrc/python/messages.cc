@@ -48,8 +48,10 @@ std::unique_ptr<Outgoing> compose(int tag, int flags, nb::handle body, nb::handl
 std::unique_ptr<Outgoing> compose(int tag, int flags, codec::Encoded& encoded) {
   auto m = compose(tag, flags, encoded.body);
   m->segments.reserve(encoded.segments.size());
+  const bool versioned = encoded.needs_versions();
   for (codec::Segment& s : encoded.segments) {
-    add_segment(*m, reinterpret_cast<const void*>(s.address), s.nbytes, s.owner);
+    add_segment(*m, reinterpret_cast<const void*>(s.address), s.nbytes,
+                versioned ? codec::versioned_owner(s) : s.owner);
   }
   return m;
 }
@@ -66,6 +68,11 @@ void release_message(std::unique_ptr<Outgoing>& m) {
   if (!m) return;
   if (m->owner && !m->immutable) kept_by(*m).release();
   m.reset();
+}
+
+void verify(Engine& e, const WorkItem& item) {
+  const GilReleased no_gil;
+  e.verify(item);
 }
 
 nb::tuple completion_tuple(Completion&& o) {
@@ -98,6 +105,7 @@ nb::tuple work_item_tuple(WorkItem&& item) {
       return nb::make_tuple(kind, item.needs_thread, item.connection, item.message.header.call_id);
     case WorkKind::kExitThread:
     case WorkKind::kNoWork:
+    case WorkKind::kVerify:
       break;
   }
   return nb::make_tuple(kind, item.needs_thread);

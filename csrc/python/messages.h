@@ -33,6 +33,9 @@ void set_name(Outgoing& m, std::uint32_t id, nb::handle name);
 /// Destroys a message that has been sent or given up, and releases its Python references.
 void release_message(std::unique_ptr<Outgoing>& m);
 
+/// Processes an item of kVerify, without the GIL. Needs the GIL.
+void verify(Engine& e, const WorkItem& item);
+
 /// (status, tag, flags, body, segments, peer, why)
 nb::tuple completion_tuple(Completion&& o);
 

@@ -86,7 +86,8 @@ void RequestServer::serve(Request& arrived) {
   if (error.is_valid()) {
     reply_error(*r, error);
   } else if (reply) {
-    if (!reply->segments.empty() && any_leases()) {  // leave the message as the only holder of the result
+    // Leave the message as the only holder of the result: see hand_off_leases and record_versions.
+    if (!reply->segments.empty() && (any_leases() || reply->payload_size() > kMaxCopied)) {
       result = {};
       r->args = {};
       r->kwargs = {};

@@ -58,7 +58,10 @@ class Server {
         scope.leave();
         python_result(call_python(start_another.ptr()));
       }
-      if (item.kind == WorkKind::kRequest) {
+      if (item.kind == WorkKind::kVerify) [[unlikely]] {
+        scope.leave();
+        verify(engine_, item);
+      } else if (item.kind == WorkKind::kRequest) {
         scope.undo_callbacks();
         receive(std::move(item));
       } else if (!(item.kind == WorkKind::kOneway ? on_context_ended(item) : complete(item, scope))) {

@@ -165,6 +165,131 @@ CASE(a_large_mutable_message_loses_its_content_but_not_its_trailer) {
   }
 }
 
+/// A message with an owner that knows whether its memory has changed.
+Outgoing verifiable(const Message& sent, int& live, FrameType type = FrameType::kReply) {
+  Outgoing m = sent.outgoing();
+  m.header.type = type;
+  m.header.flags = 0;
+  m.verifiable = true;
+  m.owner = std::make_unique<Owner>(live);
+  return m;
+}
+
+/// Its memory may change from the answer on: a copy is sent again, also after further breaks.
+CASE(an_unchanged_message_is_copied_and_sent_again) {
+  for (const FrameType type : {FrameType::kRequest, FrameType::kReply}) {
+    int live = 0;
+    Random random(11);
+    Message sent = random_message(random, 8, {200'000, 10}, 4);
+    const Message original = sent;
+    Unacknowledged u;
+    Outgoing m = verifiable(sent, live, type);
+    add(u, m);
+    CHECK(u.is_unverified(0));
+    CHECK(u.has_unverified());
+    const auto taken = u.take_unverified();
+    CHECK(taken && taken->number == 0);
+    CHECK(!u.take_unverified());
+    auto copy = copy_of(*taken->message);
+    for (std::string* s : {&sent.name, &sent.body, &sent.segments[0]}) s->assign(s->size(), 'z');
+    CHECK(u.begin_check(*taken));
+    Released released;
+    u.end_check(*taken, std::move(copy), released);
+    CHECK(!u.has_unverified());
+    CHECK(!u.is_unverified(0));
+    for (int breaks = 0; breaks < 2; ++breaks) {
+      const auto again = u.again(0, now(), released);
+      CHECK_EQ(text(again->name), original.name);
+      CHECK_EQ(text(again->body), original.body);
+      for (std::size_t i = 0; i < 2; ++i) CHECK(text(again->segments[i]) == original.segments[i]);
+      CHECK(!(again->header.flags & kLeftOut));
+    }
+  }
+}
+
+CASE(a_changed_message_loses_its_content) {
+  int live = 0;
+  Random random(12);
+  const Message sent = random_message(random, 8, {200'000});
+  Unacknowledged u;
+  Outgoing m = verifiable(sent, live);
+  add(u, m);
+  auto taken = u.take_unverified();
+  CHECK(u.begin_check(*taken));
+  Released released;
+  u.end_check(*taken, nullptr, released);
+  CHECK(u.again(0, now(), released)->header.flags & kLeftOut);
+  taken.reset();
+  released.clear();
+  CHECK_EQ(live, 0);
+}
+
+/// The owner need not be asked then, and its answer comes too late.
+CASE(a_message_may_arrive_before_it_is_verified) {
+  for (const bool is_asked : {false, true}) {
+    int live = 0;
+    Random random(13);
+    const Message sent = random_message(random, 8, {200'000});
+    Unacknowledged u;
+    for (int n = 0; n < 2; ++n) {
+      Outgoing m = verifiable(sent, live);
+      add(u, m);
+    }
+    auto taken = u.take_unverified();
+    if (is_asked) CHECK(u.begin_check(*taken));
+    Released released;
+    CHECK(u.acknowledge({.count = 1}, released));
+    if (!is_asked) CHECK(!u.begin_check(*taken));
+    u.end_check(*taken, copy_of(*taken->message), released);
+    CHECK(!u.is_unverified(0) && u.is_unverified(1));
+    taken.reset();
+    released.clear();
+    CHECK_EQ(live, 1);
+    CHECK_EQ(u.take_unverified()->number, 1u);
+  }
+}
+
+/// An owner that does not answer in time: the program holds the GIL. A copy in progress ends without it.
+CASE(messages_that_are_not_verified_in_time_lose_their_content) {
+  int live = 0;
+  Random random(14);
+  const Message sent = random_message(random, 8, {200'000});
+  Unacknowledged u;
+  for (int n = 0; n < 3; ++n) {
+    Outgoing m = verifiable(sent, live);
+    add(u, m);
+  }
+  auto copied = u.take_unverified(), asked = u.take_unverified();
+  CHECK(u.begin_check(*asked));
+  Released released;
+  CHECK(u.give_up_verifying(released));
+  CHECK(u.is_unverified(0) && !u.is_unverified(1) && !u.is_unverified(2));
+  u.end_check(*asked, copy_of(*asked->message), released);  // late
+  for (const std::uint64_t n : {1, 2}) CHECK(u.again(n, now(), released)->header.flags & kLeftOut);
+  CHECK(u.begin_check(*copied));
+  CHECK(!u.give_up_verifying(released));
+  CHECK(u.again(0, now(), released)->header.flags & kLeftOut);
+  copied.reset();
+  asked.reset();
+  released.clear();
+  CHECK_EQ(live, 0);
+}
+
+/// The calls of both ends have the same numbers.
+CASE(the_end_of_a_call_releases_no_reply) {
+  int live = 0;
+  Random random(15);
+  const Message sent = random_message(random, 8, {200'000});
+  Unacknowledged u;
+  Outgoing m = verifiable(sent, live);
+  m.header.call_id = 7;
+  add(u, m);
+  Released released;
+  u.release(7, released);
+  CHECK(released.empty());
+  CHECK(u.is_unverified(0));
+}
+
 /// The peer needs the content of these.
 CASE(a_large_message_that_must_arrive_is_copied) {
   Random random(5);

@@ -51,6 +51,11 @@ Relay::~Relay() {
   thread_.join();
 }
 
+void Relay::freeze() {
+  frozen = true;
+  for (const int before = turns_; turns_ < before + 2;) std::this_thread::yield();
+}
+
 void Relay::reset() {
   resets_ = true;
   eventfd_write(wake_.get(), 1);
@@ -108,7 +113,7 @@ bool Relay::pass(Route& route, int from) {
 }
 
 void Relay::run() {
-  while (!stops_) {
+  for (; !stops_; ++turns_) {
     std::vector<pollfd> fds{{.fd = wake_.get(), .events = POLLIN, .revents = 0},
                             {.fd = listener_.get(), .events = POLLIN, .revents = 0}};
     if (!frozen) {

@@ -26,6 +26,8 @@ class Relay {
   std::atomic<bool> open = true;
   /// Passes nothing on, as if the network had failed.
   std::atomic<bool> frozen = false;
+  /// Sets `frozen`. What is sent afterwards is not passed on.
+  void freeze();
   /// Resets all connections after this number of further bytes.
   std::atomic<std::int64_t> left = INT64_MAX;
   /// Passes on only what the acceptor sends, or nothing of that, on connections that are made from now on.
@@ -47,6 +49,7 @@ class Relay {
   std::uint16_t port_ = 0;
   UniqueFd listener_, wake_;
   std::atomic<bool> resets_ = false, stops_ = false;
+  std::atomic<int> turns_ = 0;
   std::vector<std::unique_ptr<Route>> routes_;
   std::thread thread_;
 };

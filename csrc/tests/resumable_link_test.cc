@@ -1,4 +1,5 @@
 // Links that outlive their connections: each message is delivered once, wherever the connection breaks.
+#include "core/left_out.h"
 #include "tests/resumable_pair.h"
 
 namespace telegrad::test {
@@ -79,6 +80,106 @@ CASE(a_message_that_has_arrived_is_not_sent_again) {
   CHECK(p.ends[0].link->send(*p.ends[0].sending[0]) == SendState::kSent);
   CHECK_EQ(p.ends[0].link->waiting().first, 1u);
   CHECK(!p.ends[0].link->waiting().any);
+}
+
+struct Answers final : KeepAlive {
+  bool is_unchanged() const override { return answer(); }
+  std::function<bool()> answer;
+};
+
+/// A reply with an owner that answers whether its memory has changed, between two small messages. None arrives before
+/// the connection breaks.
+struct Unverified {
+  explicit Unverified(std::function<bool()> answer) {
+    Random random(17);
+    sent[0] = random_message(random, 8);
+    sent[1] = random_message(random, 8, {100'000});
+    sent[2] = random_message(random, 8);
+    for (Message& m : sent) {
+      m.header = {.type = FrameType::kReply, .call_id = m.header.call_id};
+      Outgoing out = m.outgoing();
+      if (&m == &sent[1]) {
+        auto owner = std::make_unique<Answers>();
+        owner->answer = std::move(answer);
+        out.verifiable = true;
+        out.owner = std::move(owner);
+      }
+      CHECK(a.link->send(out) == SendState::kSent);
+    }
+    p.resume(kWhole);
+  }
+  /// Exchanges what can be sent; returns how many messages have arrived.
+  std::size_t exchange() {
+    a.link->flush();
+    b.link->receive(b.inbox, kAnyBudget);
+    b.link->flush();
+    a.link->receive(a.inbox, kAnyBudget);
+    return b.inbox.messages.size();
+  }
+
+  Pair p;
+  End& a = p.ends[0];
+  End& b = p.ends[1];
+  std::array<Message, 3> sent;
+};
+
+CASE(a_message_is_sent_again_once_it_is_verified) {
+  std::string* memory = nullptr;
+  Unverified u([&] {
+    memory->assign(memory->size(), 'z');  // it may change from now on
+    return true;
+  });
+  memory = &u.sent[1].segments[0];
+  const std::string original = *memory;
+  CHECK(u.a.link->has_unverified());
+  CHECK_EQ(u.exchange(), 1u);  // those behind it wait
+  CHECK(!u.a.link->sends_again() && u.p.ends[0].link->flush() == SendState::kSent);
+  u.a.link->verify();
+  CHECK(!u.a.link->has_unverified());
+  CHECK_EQ(u.exchange(), 3u);
+  CHECK(std::string_view(reinterpret_cast<const char*>(u.b.inbox.messages[1].segments[0]->data()), 100'000) ==
+        original);
+  check_same(u.sent[2], u.b.inbox.messages[2]);
+}
+
+CASE(a_changed_message_is_sent_again_without_content) {
+  Unverified u([] { return false; });
+  u.a.link->verify();
+  CHECK_EQ(u.exchange(), 3u);
+  CHECK(u.b.inbox.messages[1].header.flags & kLeftOut);
+  check_same(u.sent[2], u.b.inbox.messages[2]);
+}
+
+CASE(a_message_that_is_not_verified_in_time_is_sent_again_without_content) {
+  Unverified u([] { return true; });
+  Outgoing next = u.sent[0].outgoing();
+  CHECK(u.a.link->send(next) == SendState::kBlocked);
+  CHECK(!u.a.link->waits_for_fd());  // but for the check
+  CHECK(!u.a.link->give_up_verifying());
+  CHECK_EQ(u.exchange(), 3u);
+  CHECK(u.b.inbox.messages[1].header.flags & kLeftOut);
+  u.a.link->verify();  // nothing is left to verify
+  CHECK(u.a.link->send(next) == SendState::kSent);
+  CHECK_EQ(u.exchange(), 4u);
+}
+
+/// Meanwhile, acknowledgements are sent, and a further break changes nothing.
+CASE(acknowledgements_do_not_wait_for_a_check) {
+  Unverified u([] { return true; });
+  Random random(18);
+  for (std::uint64_t n = 0; n < kMessagesPerAck; ++n) {
+    Outgoing m = random_message(random, 8).outgoing();
+    CHECK(u.b.link->send(m) == SendState::kSent);
+  }
+  for (int n = 0; n < 3; ++n) CHECK_EQ(u.exchange(), 1u);
+  CHECK(u.a.link->receive(u.a.inbox, kAnyBudget) == ReceiveState::kIdle);
+  CHECK_EQ(u.a.inbox.messages.size(), kMessagesPerAck);
+  CHECK_EQ(u.b.link->waiting().first, kMessagesPerAck);
+  u.p.resume(kWhole);
+  CHECK_EQ(u.exchange(), 1u);
+  u.a.link->verify();
+  CHECK_EQ(u.exchange(), 3u);
+  check_same(u.sent[1], u.b.inbox.messages[1]);
 }
 
 CASE(a_suspended_link_blocks_and_receives_nothing) {

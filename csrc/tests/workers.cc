@@ -22,6 +22,8 @@ std::unique_ptr<Outgoing> compose(Request& r) {
   auto m = std::make_unique<Outgoing>();
   auto owner = std::make_unique<Bytes>(std::move(r.body), std::move(r.segments));
   owner->name = std::move(r.name);
+  m->verifiable = r.unchanged != nullptr;
+  owner->unchanged = std::move(r.unchanged);
   m->header.tag = r.tag;
   m->header.flags = r.flags;
   m->header.name_id = r.name_id;
@@ -130,6 +132,8 @@ void Worker::handle(WorkItem& item) {
       cancel_count.add();
       return;
     }
+    case WorkKind::kVerify:
+      return engine->verify(item);
     case WorkKind::kExitThread:
     case WorkKind::kNoWork:
       return;

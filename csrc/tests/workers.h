@@ -30,6 +30,8 @@ struct Bytes final : KeepAlive {
   std::string name, body;
   std::vector<std::string> segments;
   std::function<void()> gone;
+  std::function<bool()> unchanged;
+  bool is_unchanged() const override { return unchanged && unchanged(); }
   static std::atomic<int> live;
 };
 
@@ -47,6 +49,7 @@ struct Request {  // parameters of a call
   std::uint32_t name_id = 0;
   std::string name = {};
   std::unique_ptr<KeepAlive> keep_alive = nullptr;
+  std::function<bool()> unchanged = {};  // makes the message verifiable
 };
 
 std::unique_ptr<Outgoing> compose(Request& call);

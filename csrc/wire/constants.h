@@ -77,6 +77,7 @@ enum class WorkKind : std::uint8_t {
   kExitThread = 4,  // the thread is no longer needed
   kNoWork = 5,  // the core has processed the item: ask for the next one
   kCancel = 6,  // the caller of a request with a deferred result has canceled it, or was lost
+  kVerify = 7,  // whether the memory of sent messages has changed; only inside the core
 };
 
 /// Kind of an event.

@@ -358,7 +358,7 @@ class Engine:
 
         (0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),
         (2 completion, spawn, target, completion), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn),
-        (6 cancel, spawn, connection, call).
+        (5 nothing, spawn), (6 cancel, spawn, connection, call).
         """
 
     def spawn_failed(self) -> None:

@@ -37,6 +37,12 @@ class Proxy:
         """Port to connect to."""
         return int(self._listener.getsockname()[1])
 
+    def freeze(self) -> None:
+        """Pass nothing on any more: what is sent from now on does not arrive."""
+        self.frozen = True
+        with self._lock:  # the thread may be passing on
+            pass
+
     def reset(self) -> int:
         """Reset all connections at both ends; return their number."""
         with self._lock:

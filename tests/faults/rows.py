@@ -6,7 +6,7 @@ Add a row, or a test to a row, whenever a fault is found. A test is named by its
 
 from typing import NamedTuple
 
-SESSIONS = 13
+SESSIONS = 14
 FAULTS = 20
 
 
@@ -133,6 +133,20 @@ ROWS = (
         (
             *tests_of("groups/test_silent_store.py", "test_a_member_leaves_while_the_stores_host_is_stopped"),
             *tests_of("failures/test_shutdowns.py", "test_a_second_shutdown_waits_for_the_first"),
+        ),
+    ),
+    Row(
+        "S1.14",
+        "a connection breaks while a large result, or a large argument of an asynchronous call, is on its way",
+        (
+            *tests_of(
+                "failures/test_resumed_tensors.py",
+                "test_a_fresh_result_is_sent_again",
+                "test_an_unchanged_result_is_sent_again",
+                "test_a_changed_result_is_not_sent_again",
+                "test_arguments_of_asynchronous_calls",
+            ),
+            *tests_of("engine_verify_test.cc", "a_large_result_is_left_out_if_its_owner_does_not_answer"),
         ),
     ),
     # Sessions, section 2.1: what sees an event

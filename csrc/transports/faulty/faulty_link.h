@@ -71,6 +71,9 @@ class FaultyLink final : public Link, public HeldLink, public Resumable {
   std::uint64_t suspend() override { return inner_->resumable()->suspend(); }
   bool resume(Link& connection, std::uint64_t received) override;
   void release(std::uint64_t call, Released& released) override { inner_->resumable()->release(call, released); }
+  bool has_unverified() const override { return inner_->resumable()->has_unverified(); }
+  void verify() override { inner_->resumable()->verify(); }
+  bool give_up_verifying() override { return inner_->resumable()->give_up_verifying(); }
   Waiting waiting() const override { return inner_->resumable()->waiting(); }
 
  private:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <new>
 #include <utility>
 
 #include "core/left_out.h"
@@ -74,6 +75,10 @@ void Unacknowledged::keep(std::uint64_t number, Outgoing& m) {
     kept.large = std::make_shared<Outgoing>(std::move(m));
     if (!kept.large->reason.empty()) kept.large->body = kept.large->reason;
     if (kept.large->segments.empty()) kept.large->immutable = true;  // only segments are memory of the program
+  } else if (m.owner && m.verifiable && may_lose_content(m.header)) {
+    unverified_.push_back(number);
+    kept.large = std::make_shared<Outgoing>(std::move(m));
+    kept.check = Check::kUnverified;
   } else if (may_lose_content(m.header)) {
     kept.copy_without_content(m);
   } else {
@@ -103,7 +108,8 @@ void Unacknowledged::Kept::copy_without_content(const Outgoing& m) {
 
 void Unacknowledged::release(std::uint64_t call, Released& released) {
   for (Kept& kept : messages_) {
-    if (!kept.large || kept.large->immutable || kept.large->header.call_id != call) continue;
+    if (!kept.large || kept.large->immutable || kept.check != Check::kNone || kept.large->header.call_id != call)
+      continue;
     const bool loses_content = may_lose_content(kept.large->header);
     loses_content ? kept.copy_without_content(*kept.large) : kept.copy(*kept.large);
     bytes_ += kept.size;
@@ -112,7 +118,9 @@ void Unacknowledged::release(std::uint64_t call, Released& released) {
 }
 
 /// Drops what is kept of a message that has arrived.
-void Unacknowledged::drop(Kept& kept, Released& released) {
+void Unacknowledged::drop(std::uint64_t number, Released& released) {
+  Kept& kept = messages_[number - first_];
+  if (std::exchange(kept.check, Check::kNone) != Check::kNone) std::erase(unverified_, number);
   kept.arrived = true;
   bytes_ -= std::exchange(kept.size, 0);
   kept.frame.reset();
@@ -122,11 +130,10 @@ void Unacknowledged::drop(Kept& kept, Released& released) {
 bool Unacknowledged::acknowledge(const Acknowledgement& arrived, Released& released) {
   if (arrived.count > end() || arrived.end > end()) return false;
   for (; first_ < arrived.count; ++first_) {
-    drop(messages_.front(), released);
+    drop(first_, released);
     messages_.pop_front();
   }
-  for (std::uint64_t n = std::max(first_ + 1, arrived_until_); n < arrived.end; ++n)
-    drop(messages_[n - first_], released);
+  for (std::uint64_t n = std::max(first_ + 1, arrived_until_); n < arrived.end; ++n) drop(n, released);
   arrived_until_ = std::max(arrived_until_, arrived.end);
   return true;
 }
@@ -143,9 +150,7 @@ std::unique_ptr<Outgoing> Unacknowledged::again(std::uint64_t number, Nanos at, 
     if (spent) {
       released.push_back(std::move(spent));
     } else {
-      kept.copy_without_content(*kept.large);
-      bytes_ += kept.size;
-      released.push_back(std::make_unique<Memory>(std::move(kept.large)));
+      drop_content(kept, released);
     }
   }
   auto memory = std::make_unique<Memory>();
@@ -180,6 +185,72 @@ std::unique_ptr<Outgoing> Unacknowledged::again(std::uint64_t number, Nanos at, 
   m->deadline = kept.deadline;
   stamp_timeout(*m, at);
   return m;
+}
+
+// ---- verification
+
+void Unacknowledged::drop_content(Kept& kept, Released& released) {
+  kept.copy_without_content(*kept.large);
+  bytes_ += kept.size;
+  released.push_back(std::make_unique<Memory>(std::move(kept.large)));
+}
+
+std::optional<Unacknowledged::Unverified> Unacknowledged::take_unverified() {
+  for (const std::uint64_t number : unverified_) {
+    Kept& kept = messages_[number - first_];
+    if (kept.check != Check::kUnverified) continue;
+    kept.check = Check::kBeingCopied;
+    return Unverified{.number = number, .message = kept.large};
+  }
+  return std::nullopt;
+}
+
+/// Returns null if the message has arrived or lost its content meanwhile.
+Unacknowledged::Kept* Unacknowledged::find(const Unverified& taken) {
+  if (has_arrived(taken.number)) return nullptr;
+  Kept& kept = messages_[taken.number - first_];
+  return kept.check != Check::kNone && kept.large == taken.message ? &kept : nullptr;
+}
+
+bool Unacknowledged::begin_check(const Unverified& taken) {
+  Kept* kept = find(taken);
+  if (kept) kept->check = Check::kAsked;
+  return kept != nullptr;
+}
+
+void Unacknowledged::end_check(const Unverified& taken, std::shared_ptr<Outgoing> copy, Released& released) {
+  Kept* kept = find(taken);
+  if (!kept) return;
+  kept->check = Check::kNone;
+  std::erase(unverified_, taken.number);
+  if (!copy) return drop_content(*kept, released);
+  released.push_back(std::make_unique<Memory>(std::exchange(kept->large, std::move(copy))));
+}
+
+bool Unacknowledged::give_up_verifying(Released& released) {
+  std::erase_if(unverified_, [&](std::uint64_t number) {
+    Kept& kept = messages_[number - first_];
+    if (kept.check == Check::kBeingCopied) return false;
+    kept.check = Check::kNone;
+    drop_content(kept, released);
+    return true;
+  });
+  return has_unverified();
+}
+
+std::shared_ptr<Outgoing> copy_of(const Outgoing& message) {
+  try {
+    auto m = std::make_shared<Outgoing>();
+    m->header = message.header;
+    m->deadline = message.deadline;
+    m->name = message.name;
+    m->body = message.body;
+    for (const OutSegment& s : message.segments) m->segments.push_back({s.data, s.size});
+    copy_payload(*m);
+    return m->immutable ? m : nullptr;
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
 }
 
 void rewind(Outgoing& m, Nanos at) {

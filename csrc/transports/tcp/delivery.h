@@ -14,13 +14,14 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include "core/message.h"
+#include "core/resumable.h"
 
 namespace telegrad {
 
-/// Payloads up to this size are copied, so that they can be sent again.
-inline constexpr std::uint64_t kMaxCopied = 64 << 10;
 /// Bytes of copies for which no acknowledgement has arrived; the next message waits beyond this.
 inline constexpr std::size_t kMaxUnacknowledged = 4 << 20;
 /// Messages of which an earlier one has not arrived; the next message waits beyond this.
@@ -58,13 +59,15 @@ class Received {
 /// The sender's part: messages that may have to be sent again.
 ///
 /// Small ones are copied. Of large ones, those whose memory cannot change, or not before their call has ended, are kept
-/// by reference. The memory of the others may change once they are sent, so only their trailer and a reason are kept
-/// (core/left_out.h): they fail their own call, and no reference is lost.
+/// by reference. So are those with memory that may change once they are sent, if their owner can tell later whether it
+/// has: before they are sent again, they are verified (Resumable::verify). Of the others, and of those that have
+/// changed, only the trailer and a reason are kept (core/left_out.h): they fail their own call, and no reference is
+/// lost.
 class Unacknowledged {
  public:
   /// Returns the number of a message that begins to be sent. It may arrive, and be acknowledged, before `keep`.
   std::uint64_t begin_next();
-  /// Keeps a message that has been sent; takes the owner of a large one that does not change.
+  /// Keeps a message that has been sent; takes the owner of a large one that does not change or can be verified.
   void keep(std::uint64_t number, Outgoing& message);
   /// Returns whether a message that is being sent has been acknowledged.
   bool has_arrived(std::uint64_t number) const { return number < first_ || messages_[number - first_].arrived; }
@@ -82,7 +85,27 @@ class Unacknowledged {
   /// which the receiver drops.
   std::unique_ptr<Outgoing> again(std::uint64_t number, Nanos at, Released& released);
 
+  /// A message with memory that may have changed.
+  struct Unverified {
+    std::uint64_t number = 0;
+    std::shared_ptr<const Outgoing> message;
+  };
+  bool has_unverified() const { return !unverified_.empty(); }
+  bool is_unverified(std::uint64_t number) const {
+    return !has_arrived(number) && messages_[number - first_].check != Check::kNone;
+  }
+  /// Takes one of these messages, to be copied by the caller. Then its owner is asked.
+  std::optional<Unverified> take_unverified();
+  /// Records that it has been copied. Returns false if it is not kept any more: its owner need not be asked.
+  bool begin_check(const Unverified& taken);
+  /// Records the answer of its owner: `copy` is sent again; null if the memory has changed.
+  void end_check(const Unverified& taken, std::shared_ptr<Outgoing> copy, Released& released);
+  /// Drops the content of all of them that are not being copied. Returns whether any is.
+  bool give_up_verifying(Released& released);
+
  private:
+  /// State of such a message.
+  enum class Check : std::uint8_t { kNone, kUnverified, kBeingCopied, kAsked };
   struct Kept {
     void copy(const Outgoing& message);
     void copy_without_content(const Outgoing& message);
@@ -91,15 +114,22 @@ class Unacknowledged {
     std::size_t size = 0;
     Nanos deadline = kNever;
     std::shared_ptr<Outgoing> large;  // else the message itself
+    Check check = Check::kNone;
     bool arrived = false;
   };
-  void drop(Kept& kept, Released& released);
+  void drop(std::uint64_t number, Released& released);
+  void drop_content(Kept& kept, Released& released);
+  Kept* find(const Unverified& taken);
 
   std::uint64_t first_ = 0;
   std::deque<Kept> messages_;
-  std::size_t bytes_ = 0;            // of the copies
-  std::uint64_t arrived_until_ = 0;  // the end of the last acknowledgement
+  std::vector<std::uint64_t> unverified_;  // numbers of those with a check
+  std::size_t bytes_ = 0;                  // of the copies
+  std::uint64_t arrived_until_ = 0;        // the end of the last acknowledgement
 };
+
+/// Copies a message and all of its memory. Returns null if there is no memory for it.
+std::shared_ptr<Outgoing> copy_of(const Outgoing& message);
 
 /// Makes a message ready to be sent from its beginning, over another connection.
 void rewind(Outgoing& message, Nanos at);

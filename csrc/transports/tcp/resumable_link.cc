@@ -78,7 +78,7 @@ SendState ResumableLink::send(Outgoing& m, Place& place) {
     end(m, place);
     return state;
   }
-  waits_for_link_ = state == SendState::kBlocked;
+  waits_for_link_ = state == SendState::kBlocked && !waits_for_check_;
   return closed_ ? SendState::kBroken : SendState::kBlocked;  // `receive` reports that the connection has broken
 }
 
@@ -138,6 +138,7 @@ SendState ResumableLink::flush() {
   if (suspended_) return SendState::kSent;
   waits_for_link_ = true;
   SendState state = send_again();
+  if (waits_for_check_) state = SendState::kSent;  // between two messages
   if (state == SendState::kSent) state = send_ack();
   if (state == SendState::kSent) state = link_->flush();
   const bool in_message = (front_.is_under_way() && !front_.large) || between_.is_under_way();
@@ -149,6 +150,7 @@ SendState ResumableLink::flush() {
 /// all have begun. A large one may still be under way.
 SendState ResumableLink::send_again() {
   SendState state = SendState::kSent;
+  waits_for_check_ = false;
   while (again_ != kNone && state == SendState::kSent) state = send_next_again();
   return state;
 }
@@ -176,6 +178,8 @@ SendState ResumableLink::send_next_again() {
       again_ = kNone;
       return SendState::kSent;
     }
+    waits_for_check_ = unacknowledged_.is_unverified(again_);
+    if (waits_for_check_) return SendState::kBlocked;
     try {
       message_again_ = unacknowledged_.again(again_, now(), released_);
     } catch (const std::bad_alloc&) {
@@ -311,6 +315,46 @@ void ResumableLink::release(std::uint64_t call, Released& released) {
     unacknowledged_.release(call, released);
   } catch (const std::bad_alloc&) {
     incomplete_ = true;
+  }
+}
+
+bool ResumableLink::has_unverified() const {
+  std::lock_guard lock(kept_mutex_);
+  return unacknowledged_.has_unverified();
+}
+
+void ResumableLink::verify() {
+  while (true) {
+    Released released;
+    std::optional<Unacknowledged::Unverified> next;
+    {
+      std::lock_guard lock(kept_mutex_);
+      next = unacknowledged_.take_unverified();
+    }
+    if (!next) return;
+    auto copy = copy_of(*next->message);
+    {
+      std::lock_guard lock(kept_mutex_);
+      if (!unacknowledged_.begin_check(*next)) continue;
+    }
+    if (copy && !next->message->owner->is_unchanged()) copy.reset();  // asked last: the copy is what was sent
+    std::lock_guard lock(kept_mutex_);
+    try {
+      unacknowledged_.end_check(*next, std::move(copy), released);
+    } catch (const std::bad_alloc&) {
+      incomplete_ = true;
+    }
+  }
+}
+
+bool ResumableLink::give_up_verifying() {
+  Released released;
+  std::lock_guard lock(kept_mutex_);
+  try {
+    return unacknowledged_.give_up_verifying(released);
+  } catch (const std::bad_alloc&) {
+    incomplete_ = true;
+    return false;
   }
 }
 

@@ -10,6 +10,9 @@
 // Acknowledgements are frames of type kAck without a number: call_id and timeout are `count` and `end` of an
 // Acknowledgement. They go between two messages, or between the parts of a large one.
 //
+// A message with memory that may have changed is sent again once it has been verified (Resumable::verify); those behind
+// it wait, because their numbers are not sent.
+//
 // If the engine does not want this (`keep`), the link only passes everything on.
 #pragma once
 
@@ -64,6 +67,9 @@ class ResumableLink final : public Link, public Resumable {
   std::uint64_t suspend() override;
   bool resume(Link& connection, std::uint64_t received) override;
   void release(std::uint64_t call, Released& released) override;
+  bool has_unverified() const override;
+  void verify() override;
+  bool give_up_verifying() override;
   Waiting waiting() const override;
 
  private:
@@ -122,6 +128,7 @@ class ResumableLink final : public Link, public Resumable {
   // Sending thread only.
   Place front_, between_;
   bool waits_for_link_ = true;        // see waits_for_fd
+  bool waits_for_check_ = false;      // the next message to send again has not been verified
   std::uint64_t again_ = UINT64_MAX;  // next message to send again; UINT64_MAX: none
   std::uint64_t resumed_at_ = 0;      // number of the first message that is sent on this connection
   std::unique_ptr<Outgoing> message_again_;

@@ -38,6 +38,7 @@ from telegrad.serialize.tensor_layout import MAX_OBJECTS, Body, Buffer, is_plain
 from telegrad.serialize.torch_types import (
     REDUCERS,
     is_plain_subclass,
+    reduce_parameter,
     reduce_script_module,
     reduce_special_tensor,
     reduce_subclass,
@@ -301,7 +302,10 @@ class Pickler(ByValuePickler):
             return reduce_special_tensor(obj) if special is None else (_tensor, (special,))
         if kind is torch.nn.Parameter:
             special = self.message.special(obj)
-            return super().reducer_override(obj) if special is None else (_tensor, (special,))
+            if special is not None:
+                return _tensor, (special,)
+            reduced = super().reducer_override(obj)
+            return reduce_parameter(obj) if reduced is NotImplemented else reduced
         if self.message.specials is not None and isinstance(obj, torch.Tensor) and is_plain_subclass(obj):
             return reduce_subclass(obj)
         if isinstance(obj, torch.jit.ScriptModule):

@@ -141,7 +141,7 @@ def _send_alias_set(island: list[_Member], base: int, places: dict[int, TensorSl
     for member in island:
         offset = (member.begin - begin) // member.tensor.element_size()
         places[member.number] = _placed(member.tensor, member.tensor.stride(), len(segments), offset)
-    segments.append((begin, nbytes, island[0].tensor.untyped_storage()))
+    segments.append((begin, nbytes, _owner(island[0].tensor.untyped_storage(), island)))
 
 
 def _send_separately(island: list[_Member], places: dict[int, TensorSlot], segments: list[Segment]) -> None:
@@ -151,7 +151,15 @@ def _send_separately(island: list[_Member], places: dict[int, TensorSlot], segme
     _, _, _, strides, address, nbytes, owner = described
     for member in island:
         places[member.number] = _placed(member.tensor, strides, len(segments), 0)
-    segments.append((address, nbytes, owner))
+    segments.append((address, nbytes, _owner(owner, island)))
+
+
+def _owner(storage: object, members: list[_Member]) -> tuple[object, ...]:
+    """Return an owner with the version counters of the tensors.
+
+    They may differ between tensors of one storage. The owner keeps no graph alive.
+    """
+    return storage, *(m.tensor.detach() if m.tensor.requires_grad else m.tensor for m in members)
 
 
 def _share_elements(island: list[_Member]) -> bool:

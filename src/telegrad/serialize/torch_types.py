@@ -43,6 +43,15 @@ def reduce_special_tensor(tensor: torch.Tensor) -> Reduced:
     return reduced
 
 
+def reduce_parameter(parameter: torch.nn.Parameter) -> Reduced:
+    """Reduce a parameter as torch does, to a tensor with the parameter's version.
+
+    Torch uses `parameter.data`, which does not count the parameter's changes: see csrc/python/tensor_versions.h.
+    """
+    function, (_, *rest) = parameter.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    return function, (parameter.detach(), *rest)
+
+
 def is_plain_subclass(tensor: torch.Tensor) -> bool:
     """Return whether a tensor requires grad and its subclass only adds attributes."""
     kind = type(tensor)

@@ -18,6 +18,7 @@ class WorkKind(IntEnum):
     EXIT_THREAD = 4  # the thread is no longer needed
     NO_WORK = 5  # the core has processed the item: ask for the next one
     CANCEL = 6  # the caller of a request with a deferred result has canceled it, or was lost
+    VERIFY = 7  # whether the memory of sent messages has changed; only inside the core
 
 
 class EventKind(IntEnum):

@@ -21,7 +21,7 @@ __all__ = ["ThreadPool"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-ONEWAY, COMPLETION, EVENT, EXIT_THREAD, NO_WORK, CANCEL = map(int, list(WorkKind)[1:])
+ONEWAY, COMPLETION, EVENT, EXIT_THREAD, NO_WORK, CANCEL = map(int, list(WorkKind)[1:7])
 
 
 class ThreadPool:
