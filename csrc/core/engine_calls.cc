@@ -36,6 +36,8 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
       size = weight(m->payload_size());
     }
     if (straight) parts_.calls.find(id)->connection = connection->id;
+    if (size > kLargePayload && connection && (straight || o.nested || o.never_wait))
+      connection->in_flight_bytes.add(id, size);  // under the lock of the check: callers must not pass it together
   }
   m->header.type = FrameType::kRequest;
   m->header.call_id = id;
@@ -48,7 +50,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
 
   if (!straight) {
     if (!o.nested && !o.never_wait) {
-      const bool has_room = wait_for_room(peer, size, o);
+      const bool has_room = wait_for_room(id, peer, size, o);
       stamp_timeout(*m, now());
       if (!has_room) {  // the call is not made
         Lock lock(parts_.mutex);
@@ -64,21 +66,27 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     p.copied_owner = copy_payload(*m);  // copy before any lock is held
   if (straight) p.connection = connection;
   const SendResult result = straight ? parts_.sender.transmit(connection, m, p) : parts_.sender.route(peer, m, p);
+  if (!straight && !p.counted && result != SendResult::kQueued && size > kLargePayload) forget_bytes(id, peer);
   if (result == SendResult::kQueued && borrowed && !p.copy)
     parts_.sender.wait_until_sent(peer, p, o.deadline, o.interrupted);
   if (async) ensure_completion(id, o);
   return id;
 }
 
-/// Waits until the peer has room for a request. Returns false if the deadline has passed, or the wait was interrupted.
-bool Engine::wait_for_room(std::int32_t peer, std::int64_t size, const CallOptions& o) {
+/// Waits until the peer has room for a request, and counts its bytes. Returns false if the deadline has passed, or the
+/// wait was interrupted.
+bool Engine::wait_for_room(std::uint64_t id, std::int32_t peer, std::int64_t size, const CallOptions& o) {
   WaitEnd end = WaitEnd::kDone;
   while (end == WaitEnd::kDone) {
     ConnectionPtr connection;
     {
       Lock lock(parts_.mutex);
-      if (parts_.overload.has_room(peer, size)) return true;
-      connection = parts_.peers.find(peer)->connection;
+      const Peer* found = parts_.peers.find(peer);
+      connection = found ? found->connection : nullptr;
+      if (parts_.overload.has_room(peer, size)) {
+        if (connection) connection->in_flight_bytes.add(id, size);
+        return true;
+      }
     }
     if (connection) parts_.sender.send_window(connection);
     Waiter w;
@@ -89,6 +97,13 @@ bool Engine::wait_for_room(std::int32_t peer, std::int64_t size, const CallOptio
     end = parts_.leader.wait_for(WaitFor::kProgress, w, may_have_room, o.deadline, o.interrupted);
   }
   return end == WaitEnd::kStopped;
+}
+
+/// Forgets the bytes of a request that is not sent after all: its call has ended.
+void Engine::forget_bytes(std::uint64_t id, std::int32_t peer) {
+  Lock lock(parts_.mutex);
+  const Peer* found = parts_.peers.find(peer);
+  if (found && found->connection && found->connection->in_flight_bytes.remove(id)) parts_.leader.notify_progress();
 }
 
 /// Ensures that an asynchronous call completes, though no thread may wait for it.
@@ -114,11 +129,14 @@ bool Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr
     c = parts_.peers.find_connection(connection);
     if (!c) return false;  // the caller has disconnected
     more = parts_.queue.has_requests();
+    if (!c->unanswered_bytes.empty()) [[unlikely]]
+      c->unanswered_bytes.remove(call);
   }
   c->unanswered.fetch_sub(1, std::memory_order_relaxed);
   m->header.type = FrameType::kReply;
   m->header.call_id = call;
   if (!fits(*m, c->limits)) {
+    parts_.overload.count_oversized(*m, c->limits);
     leave_out(*m, LeftOut::kTooLarge, over_limits(*m, c->limits, c->handshake.peer().name));
   }
   std::int64_t size = weight(m->payload_size());

@@ -21,8 +21,6 @@ namespace telegrad {
 
 /// Payloads up to this size are copied, so that they can be sent again.
 inline constexpr std::uint64_t kMaxCopied = 64 << 10;
-/// Bytes of copies for which no acknowledgement has arrived; the next message waits beyond this.
-inline constexpr std::size_t kMaxUnacknowledged = 4 << 20;
 /// Messages of which an earlier one has not arrived; the next message waits beyond this.
 inline constexpr std::size_t kMaxNumbers = 1 << 20;
 /// Messages and bytes after which a receiver acknowledges. A system call per 128 small messages costs nothing that can
@@ -68,6 +66,8 @@ class Unacknowledged {
   void keep(std::uint64_t number, Outgoing& message);
   /// Returns whether a message that is being sent has been acknowledged.
   bool has_arrived(std::uint64_t number) const { return number < first_ || messages_[number - first_].arrived; }
+  /// Returns the bytes of the copies.
+  std::size_t bytes() const { return bytes_; }
   /// Returns whether another message may be sent.
   bool has_room() const { return bytes_ < kMaxUnacknowledged && messages_.size() < kMaxNumbers; }
   /// Records which messages have arrived. Moves their owners to `released`. Returns false if these messages were never
