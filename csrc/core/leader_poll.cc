@@ -259,7 +259,7 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
     if (found == c->names.end()) return parts_.peers.close_connection(c, "it used a name that it never defined");
     name = found->second;
   }
-  parts_.overload.note_size(m);
+  const std::uint64_t size = parts_.overload.record_size(m);
   if (m.discarded > 0) set_no_memory_error(m, parts_.settings.handshake.me.name, *parts_.buffers);
   if (type == FrameType::kReply) {
     const std::int64_t before = c->in_flight.fetch_sub(1, std::memory_order_relaxed);
@@ -282,10 +282,9 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
       item.since = now();
       item.deadline = deadline_after(m.begun > 0 ? m.begun : item.since, m.header.timeout);
       item.message = std::move(m);
-      const std::int64_t size = weight(item.message.payload_size());
       Lock lock(parts_.mutex);
       if (item.kind != WorkKind::kRequest) return parts_.queue.push(std::move(item));
-      if (parts_.overload.admit_bytes(*c, item.message.header.call_id, size)) [[likely]]
+      if (parts_.overload.admit_bytes(*c, item.message.header.call_id, weight(size))) [[likely]]
         return parts_.queue.push_request(std::move(item));
       lock.unlock();
       return parts_.peers.close_connection(c, parts_.overload.bytes_reason());

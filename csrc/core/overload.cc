@@ -129,7 +129,7 @@ bool Overload::has_room(std::int32_t peer, std::int64_t size) {
 /// Returns whether a large request may wait for a connection: the peer should admit it when it opens.
 bool Overload::has_free_bytes(const PendingMessages& pending, std::int64_t size) const {
   const auto limit = static_cast<std::int64_t>(std::min(parts_.settings.handshake.limits.request_bytes, kMostBytes));
-  return !RequestBytes::is_counted(size) || pending.request_bytes() == 0 || size <= limit - pending.request_bytes();
+  return !RequestBytes::is_counted(size) || RequestBytes::has_room(pending.request_bytes(), size, limit);
 }
 
 /// Returns the number of messages that may wait for a connection: it should admit them when it opens.
@@ -203,7 +203,7 @@ void Overload::leave_out_deep(Incoming& request) {
 bool Overload::count_bytes(Connection& c, std::uint64_t call, std::int64_t size) const {
   if (c.unanswered_bytes.contains(call)) return false;  // its reply would free both
   if (!RequestBytes::is_counted(size)) return true;
-  if (!c.unanswered_bytes.has_room(size, hard_request_bytes_)) return false;
+  if (c.unanswered_bytes.total() > hard_request_bytes_) return false;
   c.unanswered_bytes.add(call, size);
   return true;
 }
@@ -215,11 +215,9 @@ std::string Overload::bytes_reason() {
          number(parts_.settings.handshake.limits.request_bytes) + ")";
 }
 
-void Overload::note_segments(const Incoming& m) {
-  std::uint64_t size = 0;
-  const std::size_t trailer = m.header.flags & kTrailer ? 1 : 0;
-  for (std::size_t i = 0; i + trailer < m.segments.size(); ++i) size += m.segments[i]->size();
-  if (size > largest_segments_.load(std::memory_order_relaxed)) [[unlikely]]
+void Overload::record_segments(const Incoming& m, std::uint64_t size) {
+  if (m.header.flags & kTrailer) size -= m.segments.back()->size();
+  if (size > largest_segments_.load(std::memory_order_relaxed))
     largest_segments_.store(size, std::memory_order_relaxed);
 }
 

@@ -135,12 +135,17 @@ class Overload {
   void count_oversized(const Outgoing& m, const Limits& of_receiver) {
     count(m.body.size() > of_receiver.body ? Limit::kHeader : Limit::kMessage);
   }
-  /// Notes the size of an arrived message. Leader only.
-  void note_size(const Incoming& m) {
-    const std::uint64_t body = m.body ? m.body->size() : 0;
+  /// Records the size of an arrived message, and returns its bytes. Leader only.
+  std::uint64_t record_size(const Incoming& m) {
+    const std::uint64_t body = m.header.body_size;
     if (body > largest_body_.load(std::memory_order_relaxed)) [[unlikely]]
       largest_body_.store(body, std::memory_order_relaxed);
-    if (!m.segments.empty()) note_segments(m);
+    if (m.segments.empty()) return body;
+    std::uint64_t segments = 0;
+    for (const auto& segment : m.segments) segments += segment->size();
+    if (segments > largest_segments_.load(std::memory_order_relaxed)) [[unlikely]]
+      record_segments(m, segments);
+    return body + segments;
   }
   void describe(Snapshot& out) REQUIRES(engine_mutex);  // snapshot.cc
 
@@ -149,7 +154,7 @@ class Overload {
     return kept > 0 && kept + size > static_cast<std::int64_t>(limits_.send_queue);
   }
   bool leave_out_reply(const Connection& c, Outgoing& m);
-  void note_segments(const Incoming& m);
+  void record_segments(const Incoming& m, std::uint64_t size);
   void leave_out_deep(Incoming& request);
   void end_later(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   std::int64_t hard_queue() const;

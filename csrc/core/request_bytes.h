@@ -19,8 +19,12 @@ class RequestBytes {
   bool empty() const { return sizes_.empty(); }
   std::int64_t total() const { return total_; }
   bool contains(std::uint64_t call) const { return sizes_.contains(call); }
-  /// Returns whether a request fits into the limit. Any size may be the first.
-  bool has_room(std::int64_t size, std::int64_t limit) const { return sizes_.empty() || size <= limit - total_; }
+  /// Returns whether a request fits into the limit, after others. Up to half the limit any size does, so that a very
+  /// large request is not stuck while others go on.
+  static bool has_room(std::int64_t total, std::int64_t size, std::int64_t limit) {
+    return total <= limit / 2 || size <= limit - total;
+  }
+  bool has_room(std::int64_t size, std::int64_t limit) const { return has_room(total_, size, limit); }
 
   /// Counts the request of a call if it is large and not counted yet.
   void add(std::uint64_t call, std::int64_t size) {

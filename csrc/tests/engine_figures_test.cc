@@ -7,9 +7,9 @@ namespace {
 CASE(unauthenticated_connections_are_counted) {
   Worker a(0, with_load({.unauthenticated = 3}));
   a.listen("unix");
-  std::vector<std::unique_ptr<Link>> strangers;
+  std::vector<std::unique_ptr<Link>> unauthenticated;
   const auto connect = [&] {
-    strangers.push_back(find_transport(a.address().addresses[0])->connect(a.address().addresses[0], nullptr));
+    unauthenticated.push_back(find_transport(a.address().addresses[0])->connect(a.address().addresses[0], nullptr));
   };
   for (int i = 0; i < 3; ++i) connect();
   while (limit(a, "max_unauthenticated").used < 3) std::this_thread::yield();
@@ -67,9 +67,9 @@ CASE_ON_EVERY_SCHEME(names_are_counted_at_both_ends) {
 }
 
 CASE(copies_without_an_acknowledgement_are_counted) {
-  Settings resuming;
-  resuming.handshake.resume = true;
-  Worker a(0, resuming), b(1, resuming);
+  Settings first = Worker::settings_of(0), second = Worker::settings_of(1);
+  first.handshake.resume = second.handshake.resume = true;
+  Worker a(0, first), b(1, second);
   introduce({&a, &b}, "tcp");
   CHECK_EQ(limit(a, "unacknowledged_bytes").used, 0u);
   for (int i = 0; i < 3; ++i) a.call(1, {.body = std::string(5'000, 'x')});

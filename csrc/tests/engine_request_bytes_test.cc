@@ -21,7 +21,7 @@ std::uint64_t used(Worker& w) { return limit(w, "max_in_flight_bytes").used; }
 
 CASE(large_requests_count_once) {
   RequestBytes bytes;
-  CHECK(bytes.has_room(INT64_MAX, 1));  // any size may be the first
+  CHECK(bytes.has_room(INT64_MAX, 0));  // any size may be the first
   bytes.add(1, kLargePayload);
   CHECK(bytes.empty());
   bytes.add(2, 100'000);
@@ -30,6 +30,7 @@ CASE(large_requests_count_once) {
   CHECK_EQ(bytes.total(), 300'000);
   CHECK(bytes.has_room(100'000, 400'000) && !bytes.has_room(100'001, 400'000));
   CHECK(!bytes.has_room(100'000, 1));
+  CHECK(bytes.has_room(INT64_MAX, 600'000) && !bytes.has_room(INT64_MAX, 599'999));
   CHECK(bytes.remove(2) && !bytes.remove(2) && !bytes.remove(1));
   CHECK_EQ(bytes.total(), 200'000);
 }
@@ -150,7 +151,7 @@ CASE(more_bytes_have_waited_for_the_connection_than_the_peer_admits) {
 // ---- a peer that ignores it
 
 constexpr std::size_t kHuge = 8 << 20;
-constexpr int kMost = 8;  // times kHuge: twice 1 MiB, and 64 MiB
+constexpr int kMost = 9;  // times kHuge: the first that is more than twice 1 MiB and 64 MiB
 
 Message request(std::uint64_t call, Tag tag, std::size_t size) {
   Message m = message(FrameType::kRequest, std::string(size, 'x'), call);

@@ -299,8 +299,8 @@ class Options(RpcBackendOptions):
     max_in_flight_bytes: int = _option(
         16 * _GIB,
         "how many bytes the requests of more than 64 KiB to one worker may have that have no reply before callers block"
-        " (the less of both workers' options counts; any size may be the first); a call that cannot wait fails with"
-        " Overloaded",
+        " (the less of both workers' options counts; while half of it is free, a call may have any size); a call that"
+        " cannot wait fails with Overloaded",
         env="TELEGRAD_MAX_IN_FLIGHT_BYTES",
         unit="bytes",
     )
