@@ -37,7 +37,9 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     }
     if (straight) parts_.calls.find(id)->connection = connection->id;
     if (size > kLargePayload && connection && (straight || o.nested || o.never_wait))
-      connection->in_flight_bytes.add(id, size);  // under the lock of the check: callers must not pass it together
+      // Under the lock of the check: callers must not pass it together. Until `route` sends the message, no thread
+      // knows the id with which the call could end; if the session ends, the count ends with its connection.
+      connection->in_flight_bytes.add(id, size);
   }
   m->header.type = FrameType::kRequest;
   m->header.call_id = id;
@@ -66,7 +68,6 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
     p.copied_owner = copy_payload(*m);  // copy before any lock is held
   if (straight) p.connection = connection;
   const SendResult result = straight ? parts_.sender.transmit(connection, m, p) : parts_.sender.route(peer, m, p);
-  if (!straight && !p.counted && result != SendResult::kQueued && size > kLargePayload) forget_bytes(id, peer);
   if (result == SendResult::kQueued && borrowed && !p.copy)
     parts_.sender.wait_until_sent(peer, p, o.deadline, o.interrupted);
   if (async) ensure_completion(id, o);
@@ -97,13 +98,6 @@ bool Engine::wait_for_room(std::uint64_t id, std::int32_t peer, std::int64_t siz
     end = parts_.leader.wait_for(WaitFor::kProgress, w, may_have_room, o.deadline, o.interrupted);
   }
   return end == WaitEnd::kStopped;
-}
-
-/// Forgets the bytes of a request that is not sent after all: its call has ended.
-void Engine::forget_bytes(std::uint64_t id, std::int32_t peer) {
-  Lock lock(parts_.mutex);
-  const Peer* found = parts_.peers.find(peer);
-  if (found && found->connection && found->connection->in_flight_bytes.remove(id)) parts_.leader.notify_progress();
 }
 
 /// Ensures that an asynchronous call completes, though no thread may wait for it.

@@ -66,7 +66,6 @@ SendResult Sender::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Transm
     if (id) {
       parts_.calls.set_connection(id, p.connection->id);
       p.connection->in_flight_bytes.add(id, weight(m->payload_size()));
-      transmission.counted = true;
     }
   }
   return transmit(transmission.connection, m, transmission);

@@ -48,7 +48,6 @@ struct Transmission {
   std::uint64_t ticket = 0;
   std::shared_ptr<PendingSend> pending_send;
   std::unique_ptr<KeepAlive> copied_owner;  // owner of memory that has been copied
-  bool counted = false;                     // the request has a connection, and counts until its reply
 };
 
 /// Returns whether no thread waits for the message: it counts against the send queue.

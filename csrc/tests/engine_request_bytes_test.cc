@@ -69,6 +69,45 @@ CASE_ON_EVERY_SCHEME(a_caller_waits_while_too_many_bytes_have_no_reply) {
   }
 }
 
+/// The replies that free the bytes report no credit, which would notify the caller as well. Another caller leads.
+CASE_ON_EVERY_SCHEME(a_waiting_caller_is_notified_of_a_reply) {
+  Worker a(0, with_bytes(450 << 10), 1), b(1, {}, 7);
+  introduce({&a, &b}, scheme);
+  std::mutex mutex;
+  std::vector<WorkItem> held;
+  b.on_custom = [&](WorkItem& item) {
+    std::lock_guard lock(mutex);
+    held.push_back(std::move(item));
+  };
+  std::vector<std::thread> callers;
+  const auto call = [&](std::size_t size, Tag tag = kCustom) {
+    callers.emplace_back([&a, size, tag] {
+      CHECK(a.call(1, {.tag = tag, .body = std::string(size, 'x'), .timeout = 20 * kSecond}).status ==
+            CallStatus::kReplied);
+    });
+  };
+  call(1);
+  b.handled.wait_for(1);
+  for (int i = 1; i <= 3; ++i) {
+    call(kBody);
+    b.handled.wait_for(1 + i);
+  }
+  CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");  // its reply reports the credit
+  call(300 << 10, kEcho);
+  while (a.engine->stats().pending_calls < 5) std::this_thread::yield();
+  const auto answer = [&](std::size_t i) {
+    std::lock_guard lock(mutex);
+    b.answer(held.at(i), "done");
+  };
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK_EQ(b.handled.value(), 5);
+  for (std::size_t i = 1; i <= 2; ++i) answer(i);
+  b.handled.wait_for(6);
+  answer(3);
+  answer(0);
+  for (auto& c : callers) c.join();
+}
+
 /// Many callers see room at once, and only as many go on as fit. Calls that end early leave nothing behind.
 CASE(callers_share_a_few_bytes) {
   for (const std::uint64_t bytes : {std::uint64_t{1}, kTwo}) {
@@ -85,7 +124,7 @@ CASE(callers_share_a_few_bytes) {
     };
     CHECK_EQ(body_of(a.call(1, {.tag = kCustom})), "done");
     std::vector<std::thread> callers;
-    for (int t = 0; t < 6; ++t) {
+    for (int t = 0; t < 16; ++t) {
       callers.emplace_back([&, t] {
         for (int i = 0; i < times(100); ++i) {
           const Nanos timeout = t < 2 ? (1 + i % 7) * 30 * kMicrosecond : 0;

@@ -41,7 +41,7 @@ async def hold(event: Local[asyncio.Event], data: object) -> int:
 
 @pytest.mark.parametrize("data", [bytes(LARGE), torch.zeros(LARGE, dtype=torch.uint8)], ids=["bytes", "tensor"])
 def test_coroutines_with_large_arguments(small: Cluster, data: object) -> None:
-    """Their arguments count until they are done; small calls and calls in the other direction go on."""
+    """Their arguments count until they are done; small calls go on."""
     event = Local(asyncio.Event())
     running = [rpc.rpc_async("w1", hold, (event, data)) for _ in range(3)]
     eventually(lambda: small[1].debug_info().counts.deferred_requests == 3)
