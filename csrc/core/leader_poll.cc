@@ -282,11 +282,12 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
       item.since = now();
       item.deadline = deadline_after(m.begun > 0 ? m.begun : item.since, m.header.timeout);
       item.message = std::move(m);
-      Lock lock(parts_.mutex);
-      if (item.kind != WorkKind::kRequest) return parts_.queue.push(std::move(item));
-      if (parts_.overload.admit_bytes(*c, item.message.header.call_id, weight(size))) [[likely]]
-        return parts_.queue.push_request(std::move(item));
-      lock.unlock();
+      {
+        Lock lock(parts_.mutex);
+        if (item.kind != WorkKind::kRequest) return parts_.queue.push(std::move(item));
+        if (parts_.overload.admit_bytes(*c, item.message.header.call_id, weight(size))) [[likely]]
+          return parts_.queue.push_request(std::move(item));
+      }
       return parts_.peers.close_connection(c, parts_.overload.bytes_reason());
     }
     case FrameType::kCredit:
