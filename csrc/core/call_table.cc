@@ -180,6 +180,8 @@ void CallTable::complete_replies(const ConnectionPtr& c) {
 void CallTable::on_reply(const ConnectionPtr& c, Incoming&& m, Released& released) {
   ++replies_;
   const std::uint64_t id = m.header.call_id;
+  if (!c->in_flight_bytes.empty()) [[unlikely]]
+    frees_request_ = c->in_flight_bytes.remove(id) || frees_request_;
   if (Call* call = slab_.find(id)) {
     if (call->connection != c->id) return;  // only the peer that got the request may answer it
     if (call->status == CallStatus::kPending) {

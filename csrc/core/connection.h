@@ -11,6 +11,7 @@
 
 #include "core/delivery_order.h"
 #include "core/handshake.h"
+#include "core/request_bytes.h"
 #include "core/resumption.h"
 #include "core/silence.h"
 #include "core/transport.h"
@@ -78,13 +79,15 @@ struct Connection {
   std::unordered_map<std::uint32_t, std::shared_ptr<const Name>> names;
   std::uint64_t name_bytes = 0;  // of their texts
 
+  std::atomic<std::uint32_t> names_of_peer = 0;            // the number of `names`, for any thread
   std::atomic<OfferAnswer> answer = OfferAnswer::kAccept;  // of the acceptor, if it has refused this connection
 
   // Written once, before the state becomes kOpen.
   std::int32_t peer = -1;
-  Limits limits;                    // of messages to the peer
-  std::uint32_t max_in_flight = 0;  // requests without a reply that both ends admit
-  bool resumes = false;             // its session outlives the present connection of the link
+  Limits limits;                         // of messages to the peer
+  std::uint32_t max_in_flight = 0;       // requests without a reply that both ends admit,
+  std::int64_t max_in_flight_bytes = 0;  // and their bytes
+  bool resumes = false;                  // its session outlives the present connection of the link
 
   // Under the engine's mutex.
   Nanos handshake_deadline = kNever;
@@ -97,6 +100,8 @@ struct Connection {
   Silence silence{0};                   // of the peer
   ConnectionPtr lane_of;                // connection for which this end has initiated a lane
   bool is_local = false;                // the peer is a process of this host
+  RequestBytes in_flight_bytes;         // of requests to the peer without a reply,
+  RequestBytes unanswered_bytes;        // and of requests of the peer
 
   // See peers_resume.cc.
   Resumption resumption;
@@ -116,7 +121,8 @@ struct Connection {
   std::size_t queued_large = 0;  // large messages in `queue`
   DeliveryOrder order;           // of the messages in `queue`
   std::vector<bool> names_sent;
-  std::uint64_t name_bytes_sent = 0;  // of their texts
+  std::uint64_t name_bytes_sent = 0;             // of their texts
+  std::atomic<std::uint32_t> names_defined = 0;  // the number of names sent; read by any thread
   bool watching_writable = false;
   BurstDetector burst;                           // of asynchronous requests
   std::size_t buffered = 0;                      // messages in the link's buffer

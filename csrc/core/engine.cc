@@ -163,6 +163,7 @@ void Engine::after_fork_in_child() {
   parts_.queue.abandon_in_child();
   parts_.calls.abandon_in_child();
   parts_.buffers->after_fork();
+  MemoryUse::after_fork();
   parts_.mutex.unlock();
 }
 

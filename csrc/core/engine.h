@@ -215,7 +215,8 @@ class Engine final : public ForkHandler {
   void after_fork_in_child() override NO_THREAD_SAFETY_ANALYSIS;
 
  private:
-  bool wait_for_room(std::int32_t peer, std::int64_t size, const CallOptions& o) EXCLUDES(engine_mutex);
+  bool wait_for_room(std::uint64_t id, std::int32_t peer, std::int64_t size, const CallOptions& o)
+      EXCLUDES(engine_mutex);
   void ensure_completion(std::uint64_t id, const CallOptions& o);
   void on_timer(Lock& lock) NO_THREAD_SAFETY_ANALYSIS;
   bool trim_is_due(Nanos at) REQUIRES(engine_mutex);

@@ -36,6 +36,10 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
       size = weight(m->payload_size());
     }
     if (straight) parts_.calls.find(id)->connection = connection->id;
+    if (size > kLargePayload && connection && (straight || o.nested || o.never_wait))
+      // Under the lock of the check: callers must not pass it together. Until `route` sends the message, no thread
+      // knows the id with which the call could end; if the session ends, the count ends with its connection.
+      connection->in_flight_bytes.add(id, size);
   }
   m->header.type = FrameType::kRequest;
   m->header.call_id = id;
@@ -48,7 +52,7 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
 
   if (!straight) {
     if (!o.nested && !o.never_wait) {
-      const bool has_room = wait_for_room(peer, size, o);
+      const bool has_room = wait_for_room(id, peer, size, o);
       stamp_timeout(*m, now());
       if (!has_room) {  // the call is not made
         Lock lock(parts_.mutex);
@@ -70,15 +74,20 @@ std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, Ca
   return id;
 }
 
-/// Waits until the peer has room for a request. Returns false if the deadline has passed, or the wait was interrupted.
-bool Engine::wait_for_room(std::int32_t peer, std::int64_t size, const CallOptions& o) {
+/// Waits until the peer has room for a request, and counts its bytes. Returns false if the deadline has passed, or the
+/// wait was interrupted.
+bool Engine::wait_for_room(std::uint64_t id, std::int32_t peer, std::int64_t size, const CallOptions& o) {
   WaitEnd end = WaitEnd::kDone;
   while (end == WaitEnd::kDone) {
     ConnectionPtr connection;
     {
       Lock lock(parts_.mutex);
-      if (parts_.overload.has_room(peer, size)) return true;
-      connection = parts_.peers.find(peer)->connection;
+      const Peer* found = parts_.peers.find(peer);
+      connection = found ? found->connection : nullptr;
+      if (parts_.overload.has_room(peer, size)) {
+        if (connection) connection->in_flight_bytes.add(id, size);
+        return true;
+      }
     }
     if (connection) parts_.sender.send_window(connection);
     Waiter w;
@@ -114,11 +123,14 @@ bool Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr
     c = parts_.peers.find_connection(connection);
     if (!c) return false;  // the caller has disconnected
     more = parts_.queue.has_requests();
+    if (!c->unanswered_bytes.empty()) [[unlikely]]
+      c->unanswered_bytes.remove(call);
   }
   c->unanswered.fetch_sub(1, std::memory_order_relaxed);
   m->header.type = FrameType::kReply;
   m->header.call_id = call;
   if (!fits(*m, c->limits)) {
+    parts_.overload.count_oversized(*m, c->limits);
     leave_out(*m, LeftOut::kTooLarge, over_limits(*m, c->limits, c->handshake.peer().name));
   }
   std::int64_t size = weight(m->payload_size());

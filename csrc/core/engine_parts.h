@@ -47,7 +47,7 @@ struct EngineParts {
   WorkQueue queue{*this, settings.handlers};
   CallTable calls{*this};
   Canceler canceler{*this};
-  Overload overload{*this, settings.load, settings.handshake.limits.requests};
+  Overload overload{*this, settings.load, settings.handshake.limits};
   Sender sender{*this, settings.window};
   Peers peers{*this};
   Leader leader{*this};

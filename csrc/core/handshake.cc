@@ -31,7 +31,12 @@ class Writer {
     return number(o.number).number(static_cast<std::uint8_t>(o.previous.mine)).number(o.previous.number);
   }
   Writer& limits(const Limits& l) {
-    return number(l.body).number(l.message).number(l.segments).number(l.name).number(l.requests);
+    return number(l.body)
+        .number(l.message)
+        .number(l.segments)
+        .number(l.name)
+        .number(l.requests)
+        .number(l.request_bytes);
   }
   std::string done() { return std::move(out_); }
 
@@ -84,6 +89,7 @@ class Reader {
     l.segments = number<std::uint32_t>();
     l.name = number<std::uint32_t>();
     l.requests = number<std::uint32_t>();
+    l.request_bytes = number<std::uint64_t>();
     return l;
   }
   bool finished() const { return good_ && in_.empty(); }

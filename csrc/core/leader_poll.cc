@@ -38,6 +38,7 @@ bool define_name(Connection& c, std::uint32_t id, std::string text) {
   if (name) c.name_bytes -= name->text.size();
   if (c.name_bytes > kMaxNameBytes + Limits{}.name) return false;
   name = std::make_shared<const Name>(Name{std::move(text), nullptr});
+  c.names_of_peer.store(static_cast<std::uint32_t>(c.names.size()), std::memory_order_relaxed);
   return true;
 }
 
@@ -258,6 +259,7 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
     if (found == c->names.end()) return parts_.peers.close_connection(c, "it used a name that it never defined");
     name = found->second;
   }
+  const std::uint64_t size = parts_.overload.record_size(m);
   if (m.discarded > 0) set_no_memory_error(m, parts_.settings.handshake.me.name, *parts_.buffers);
   if (type == FrameType::kReply) {
     const std::int64_t before = c->in_flight.fetch_sub(1, std::memory_order_relaxed);
@@ -280,9 +282,13 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
       item.since = now();
       item.deadline = deadline_after(m.begun > 0 ? m.begun : item.since, m.header.timeout);
       item.message = std::move(m);
-      Lock lock(parts_.mutex);
-      return item.kind == WorkKind::kRequest ? parts_.queue.push_request(std::move(item))
-                                             : parts_.queue.push(std::move(item));
+      {
+        Lock lock(parts_.mutex);
+        if (item.kind != WorkKind::kRequest) return parts_.queue.push(std::move(item));
+        if (parts_.overload.admit_bytes(*c, item.message.header.call_id, weight(size))) [[likely]]
+          return parts_.queue.push_request(std::move(item));
+      }
+      return parts_.peers.close_connection(c, parts_.overload.bytes_reason());
     }
     case FrameType::kCredit:
       if (m.header.call_id == 0) return;

@@ -1,5 +1,6 @@
 #include "core/overload.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "core/engine_parts.h"
@@ -17,8 +18,12 @@ std::string number(std::uint64_t n) { return std::to_string(n); }
 
 }  // namespace
 
-Overload::Overload(EngineParts& parts, const LoadLimits& limits, std::uint32_t requests)
-    : parts_(parts), limits_(limits), hard_requests_(kHardFactor * std::int64_t{requests} + kHardRequests) {}
+Overload::Overload(EngineParts& parts, const LoadLimits& limits, const Limits& of_peers)
+    : parts_(parts),
+      limits_(limits),
+      hard_requests_(kHardFactor * std::int64_t{of_peers.requests} + kHardRequests),
+      hard_request_bytes_(kHardFactor * static_cast<std::int64_t>(std::min(of_peers.request_bytes, kMostBytes)) +
+                          kHardBytes) {}
 
 // ---- at the caller
 
@@ -57,6 +62,18 @@ std::string Overload::reason(std::int32_t peer, std::int64_t size, const Outgoin
            " requests, and this call cannot wait, because it is made inside a handler, in a callback or on an event "
            "loop. Await some results before making more calls.";
   }
+  const bool has_bytes =
+      found->connection ? parts_.sender.has_free_bytes(*found->connection, size) : has_free_bytes(found->pending, size);
+  if (!has_bytes) {
+    count(Limit::kInFlightBytes);
+    const std::int64_t used =
+        found->connection ? found->connection->in_flight_bytes.total() : found->pending.request_bytes();
+    return "max_in_flight_bytes: worker " + name + " has not replied to requests of " +
+           number(static_cast<std::uint64_t>(used)) + " bytes, and this call of " +
+           number(static_cast<std::uint64_t>(size)) +
+           " bytes cannot wait, because it is made inside a handler, in a callback or on an event loop. Await some "
+           "results before making more calls, or raise the option on both workers.";
+  }
   if (!found->connection && found->pending.size() >= max_waiting()) {
     count(Limit::kWaitingMessages);
     return "max_waiting_messages: " + number(found->pending.size()) + " messages already wait for a connection to " +
@@ -68,10 +85,21 @@ std::string Overload::reason(std::int32_t peer, std::int64_t size, const Outgoin
 
 bool Overload::reject_pending(std::uint64_t id, const Connection& c, std::size_t earlier, Outgoing& m,
                               Released& released) {
+  if (m.header.flags & kLeftOut) return false;
   const std::int64_t most = c.max_in_flight + kHardRequests;
-  if (static_cast<std::int64_t>(earlier) < most || m.header.flags & kLeftOut) return false;
-  count(Limit::kInFlight);
   const std::string& name = c.handshake.peer().name;
+  const std::int64_t size = weight(m.payload_size());
+  if (RequestBytes::is_counted(size) && !c.in_flight_bytes.has_room(size, kHardFactor * c.max_in_flight_bytes)) {
+    count(Limit::kInFlightBytes);
+    return fail(id,
+                "max_in_flight_bytes: more bytes of requests waited for the connection to worker " + name +
+                    " than the " + number(c.limits.request_bytes) +
+                    " that it admits. Await some results before making more calls, or raise the option on " + name +
+                    ".",
+                m, released);
+  }
+  if (static_cast<std::int64_t>(earlier) < most) return false;
+  count(Limit::kInFlight);
   return fail(id,
               "max_in_flight: more requests waited for the connection to worker " + name + " than the " +
                   number(c.limits.requests) + " that it admits. Await some results before making more calls, or " +
@@ -94,7 +122,14 @@ bool Overload::has_room(std::int32_t peer, std::int64_t size) {
   const Peer* found = parts_.peers.find(peer);
   if (!found || found->removed) return true;
   if (found->connection) return parts_.sender.window_open(*found->connection, size);
-  return found->pending.size() < max_waiting() && parts_.sender.window_open(found->pending, size);
+  return found->pending.size() < max_waiting() && parts_.sender.window_open(found->pending, size) &&
+         has_free_bytes(found->pending, size);
+}
+
+/// Returns whether a large request may wait for a connection: the peer should admit it when it opens.
+bool Overload::has_free_bytes(const PendingMessages& pending, std::int64_t size) const {
+  const auto limit = static_cast<std::int64_t>(std::min(parts_.settings.handshake.limits.request_bytes, kMostBytes));
+  return !RequestBytes::is_counted(size) || RequestBytes::has_room(pending.request_bytes(), size, limit);
 }
 
 /// Returns the number of messages that may wait for a connection: it should admit them when it opens.
@@ -163,6 +198,27 @@ void Overload::leave_out_deep(Incoming& request) {
             "max_call_depth: the call is made inside " + number(request.header.depth) + " nested calls, and worker " +
                 parts_.settings.handshake.me.name + " allows " + number(limits_.call_depth) +
                 ". Nest fewer calls, or raise the option on that worker.");
+}
+
+bool Overload::count_bytes(Connection& c, std::uint64_t call, std::int64_t size) const {
+  if (c.unanswered_bytes.contains(call)) return false;  // its reply would free both
+  if (!RequestBytes::is_counted(size)) return true;
+  if (c.unanswered_bytes.total() > hard_request_bytes_) return false;
+  c.unanswered_bytes.add(call, size);
+  return true;
+}
+
+std::string Overload::bytes_reason() {
+  count(Limit::kInFlightBytes);
+  return "it sent more than " + number(static_cast<std::uint64_t>(hard_request_bytes_)) +
+         " bytes of requests without waiting for replies, or one call twice (option max_in_flight_bytes: " +
+         number(parts_.settings.handshake.limits.request_bytes) + ")";
+}
+
+void Overload::record_segments(const Incoming& m, std::uint64_t size) {
+  if (m.header.flags & kTrailer) size -= m.segments.back()->size();
+  if (size > largest_segments_.load(std::memory_order_relaxed))
+    largest_segments_.store(size, std::memory_order_relaxed);
 }
 
 std::string Overload::flood_reason() {

@@ -6,6 +6,7 @@
 //     max_call_depth        the call fails                             the request is answered without its content
 //     max_in_flight         the caller waits; a call that cannot wait  a peer with far more requests is disconnected
 //                           fails
+//     max_in_flight_bytes   like max_in_flight, for large requests     like max_in_flight
 //     send_queue_bytes      the call fails, also without a             -
 //                           connection; a large reply loses its
 //                           content; far more forced messages end
@@ -37,6 +38,7 @@
 
 namespace telegrad {
 
+class PendingMessages;
 struct EngineParts;
 struct Peer;
 struct Snapshot;
@@ -44,19 +46,25 @@ struct Snapshot;
 enum class Limit : std::uint8_t {
   kCallDepth,
   kInFlight,
+  kInFlightBytes,
   kWindow,  // refuses nothing
   kSendQueue,
   kWaitingMessages,
   kArenas,
   kLeased,  // refuses nothing
   kPeers,
+  kUnauthenticated,
+  kHeader,
+  kMessage,
+  kNames,
+  kUnacknowledged,  // refuses nothing
   kCount,
 };
 
 class Overload {
  public:
-  /// `requests`: of a peer, without a reply.
-  Overload(EngineParts& parts, const LoadLimits& limits, std::uint32_t requests);
+  /// `of_peers`: announced to peers, for their requests without a reply.
+  Overload(EngineParts& parts, const LoadLimits& limits, const Limits& of_peers);
 
   // ---- at the caller
 
@@ -109,9 +117,36 @@ class Overload {
     return c.unanswered.fetch_add(1, std::memory_order_relaxed) < hard_requests_;
   }
   std::string flood_reason();
+  /// Counts the bytes of a request of a peer. Returns false if the peer is to be disconnected, with `bytes_reason`.
+  bool admit_bytes(Connection& c, std::uint64_t call, std::int64_t size) const REQUIRES(engine_mutex) {
+    if (!RequestBytes::is_counted(size) && c.unanswered_bytes.empty()) [[likely]]
+      return true;
+    return count_bytes(c, call, size);
+  }
+  std::string bytes_reason();
   /// Returns the reason why a further peer is refused, or "".
   std::string peer_reason() REQUIRES(engine_mutex);
 
+  // ---- figures
+
+  /// Counts a refusal.
+  void count(Limit limit) { refused_[static_cast<std::size_t>(limit)].fetch_add(1, std::memory_order_relaxed); }
+  /// Counts a message of this worker that its receiver does not take.
+  void count_oversized(const Outgoing& m, const Limits& of_receiver) {
+    count(m.body.size() > of_receiver.body ? Limit::kHeader : Limit::kMessage);
+  }
+  /// Records the size of an arrived message, and returns its bytes. Leader only.
+  std::uint64_t record_size(const Incoming& m) {
+    const std::uint64_t body = m.header.body_size;
+    if (body > largest_body_.load(std::memory_order_relaxed)) [[unlikely]]
+      largest_body_.store(body, std::memory_order_relaxed);
+    if (m.segments.empty()) return body;
+    std::uint64_t segments = 0;
+    for (const auto& segment : m.segments) segments += segment->size();
+    if (segments > largest_segments_.load(std::memory_order_relaxed)) [[unlikely]]
+      record_segments(m, segments);
+    return body + segments;
+  }
   void describe(Snapshot& out) REQUIRES(engine_mutex);  // snapshot.cc
 
  private:
@@ -119,19 +154,23 @@ class Overload {
     return kept > 0 && kept + size > static_cast<std::int64_t>(limits_.send_queue);
   }
   bool leave_out_reply(const Connection& c, Outgoing& m);
+  void record_segments(const Incoming& m, std::uint64_t size);
   void leave_out_deep(Incoming& request);
   void end_later(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   std::int64_t hard_queue() const;
   std::uint64_t max_waiting() const;
+  bool has_free_bytes(const PendingMessages& pending, std::int64_t size) const;
+  bool count_bytes(Connection& c, std::uint64_t call, std::int64_t size) const;
   std::string reason(std::int32_t peer, std::int64_t size, const Outgoing& m, const CallOptions& o)
       REQUIRES(engine_mutex);
   bool fail(std::uint64_t id, std::string why, Outgoing& m, Released& released) REQUIRES(engine_mutex);
-  void count(Limit limit) { refused_[static_cast<std::size_t>(limit)].fetch_add(1, std::memory_order_relaxed); }
-
   EngineParts& parts_;
   const LoadLimits limits_;
   const std::int64_t hard_requests_;
+  const std::int64_t hard_request_bytes_;
   std::array<std::atomic<std::uint64_t>, static_cast<std::size_t>(Limit::kCount)> refused_{};  // by limit
+  std::atomic<std::uint64_t> largest_body_ = 0;      // of the messages that have arrived,
+  std::atomic<std::uint64_t> largest_segments_ = 0;  // and of the tensors of one
   std::vector<ConnectionPtr> overfull_ GUARDED_BY(engine_mutex);
 };
 

@@ -223,6 +223,12 @@ std::int64_t Peers::most_pending_bytes() const {
   return most;
 }
 
+std::int64_t Peers::most_pending_requests() const {
+  std::int64_t most = 0;
+  for (const auto& [id, peer] : peers_) most = std::max(most, peer.pending.request_bytes());
+  return most;
+}
+
 /// Drops a message that will not be sent.
 void Peers::fail_pending(PendingMessage&& pending, const std::string& why, Released& released) {
   struct Message final : KeepAlive {

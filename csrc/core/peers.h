@@ -111,12 +111,15 @@ class Peers {
   std::size_t most_pending() const REQUIRES(engine_mutex);
   /// Returns the same of the bytes that count against the send queue.
   std::int64_t most_pending_bytes() const REQUIRES(engine_mutex);
+  std::int64_t most_pending_requests() const REQUIRES(engine_mutex);  // bytes of large ones
   /// Fails the messages that wait for a connection, and stops listening, because the engine stops.
   void stop(const std::string& why, Released& released) REQUIRES(engine_mutex);
   void stop_listening() REQUIRES(engine_mutex) { listeners_.clear(); }
 
   // ---- connections
 
+  /// Returns how many connections may be accepted before their handshake has ended.
+  std::uint64_t max_unauthenticated() const;
   /// Returns null if it has closed.
   ConnectionPtr find_connection(std::uint64_t id) const REQUIRES(engine_mutex) {
     const auto found = connections_.find(id);
@@ -177,9 +180,9 @@ class Peers {
   void take_step(const ConnectionPtr& c, const Handshake::Step& step) EXCLUDES(engine_mutex);
   void on_open(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   void log_open(const Connection& c, const Peer& peer) REQUIRES(engine_mutex);
-  std::deque<PendingMessage> take_pending(const Connection& c, Peer& peer, std::deque<PendingMessage>& dropped,
+  std::deque<PendingMessage> take_pending(Connection& c, Peer& peer, std::deque<PendingMessage>& dropped,
                                           Released& released) REQUIRES(engine_mutex);
-  bool must_send(const Connection& c, const Peer& peer, std::size_t earlier, Outgoing& m, Released& released)
+  bool must_send(Connection& c, const Peer& peer, std::size_t earlier, Outgoing& m, Released& released)
       REQUIRES(engine_mutex);
   static std::unique_ptr<Outgoing> frame(const Handshake::Step& step);
 

@@ -16,17 +16,18 @@ namespace {
 
 /// Number of descriptors that unauthenticated connections may use in this process.
 struct DescriptorBudget {
-  DescriptorBudget() {
+  /// `most`: unauthenticated connections, however many descriptors there are.
+  explicit DescriptorBudget(std::uint64_t most) : unauthenticated(most) {
     rlimit files;
     if (getrlimit(RLIMIT_NOFILE, &files) != 0) return;
     limit = files.rlim_cur;
-    unauthenticated = std::clamp<rlim_t>(limit / kUnauthenticatedShare, 1, kMaxUnauthenticated);
+    unauthenticated = std::clamp<rlim_t>(limit / kUnauthenticatedShare, 1, most);
   }
   /// Descriptors are allocated from the lowest free number, so a high number means that few are left.
   bool has_for(int fd) const { return static_cast<rlim_t>(fd) + unauthenticated < limit; }
 
   rlim_t limit = RLIM_INFINITY;
-  rlim_t unauthenticated = kMaxUnauthenticated;  // limit of connections, and number of descriptors left to the program
+  rlim_t unauthenticated;  // limit of connections, and number of descriptors left to the program
 };
 
 }  // namespace
@@ -44,7 +45,7 @@ std::string Peers::listen(const std::string& address) {
 }
 
 void Peers::accept_from(Listener& listener) {
-  const DescriptorBudget budget;
+  const DescriptorBudget budget(parts_.settings.load.unauthenticated);
   for (int i = 0; i < kAcceptsPerPoll; ++i) {
     ConnectionPtr displaced;
     {
@@ -59,6 +60,7 @@ void Peers::accept_from(Listener& listener) {
       if (parts_.is_stopping()) continue;  // closes the link
       const std::string source = link->source();
       if (!budget.has_for(link->fd())) {
+        parts_.overload.count(Limit::kUnauthenticated);
         log_rejected(*link, source,
                      "nearly all of the " + std::to_string(budget.limit) +
                          " descriptors of this process are in use: raise the limit (ulimit -n)");
@@ -76,6 +78,7 @@ void Peers::accept_from(Listener& listener) {
       c->is_local = own;
     }
     if (displaced) {
+      parts_.overload.count(Limit::kUnauthenticated);
       displaced->displaced = true;
       close_connection(displaced, "too many others came after it");
     }
@@ -97,6 +100,10 @@ ConnectionPtr Peers::connection_to_displace(const std::string& source, std::size
   }
   if (same >= std::max<std::size_t>(places / kSourceShare, 1)) return oldest_same;
   return all >= places ? oldest : nullptr;
+}
+
+std::uint64_t Peers::max_unauthenticated() const {
+  return DescriptorBudget(parts_.settings.load.unauthenticated).unauthenticated;
 }
 
 /// Returns the user at the other end; kRemote if users are not checked. Leader only.

@@ -88,8 +88,11 @@ void Peers::on_open(const ConnectionPtr& c) {
     c->was_open = true;
     c->peer = remote.id;
     c->limits = c->handshake.limits();
-    c->max_in_flight = std::min(c->limits.requests, parts_.settings.handshake.limits.requests);
-    c->link->set_limits(parts_.settings.handshake.limits);
+    const Limits& mine = parts_.settings.handshake.limits;
+    c->max_in_flight = std::min(c->limits.requests, mine.requests);
+    c->max_in_flight_bytes =
+        static_cast<std::int64_t>(std::min({c->limits.request_bytes, mine.request_bytes, kMostBytes}));
+    c->link->set_limits(mine);
     c->resumes = with_session && c->handshake.resumes() && c->link->resumable();
     if (c->resumes) c->link->resumable()->keep();
     if (with_session) log_open(*c, peer);
@@ -114,7 +117,7 @@ void Peers::log_open(const Connection& c, const Peer& peer) {
 
 /// Takes the messages that have waited for the connection. Those in `dropped` are not sent: the caller has given up,
 /// the message is too large, or it belongs to an ended session.
-std::deque<PendingMessage> Peers::take_pending(const Connection& c, Peer& peer, std::deque<PendingMessage>& dropped,
+std::deque<PendingMessage> Peers::take_pending(Connection& c, Peer& peer, std::deque<PendingMessage>& dropped,
                                                Released& released) {
   auto pending = peer.pending.take();
   std::size_t requests = 0;
@@ -132,7 +135,7 @@ std::deque<PendingMessage> Peers::take_pending(const Connection& c, Peer& peer, 
 }
 
 /// `earlier`: number of requests that are sent before.
-bool Peers::must_send(const Connection& c, const Peer& peer, std::size_t earlier, Outgoing& m, Released& released) {
+bool Peers::must_send(Connection& c, const Peer& peer, std::size_t earlier, Outgoing& m, Released& released) {
   const bool request = m.header.type == FrameType::kRequest;
   const std::uint64_t id = request ? m.header.call_id : 0;
   if (parts_.sender.reject_outdated(peer, id, m, released) || parts_.sender.reject_oversized(c, id, m, released))
@@ -141,9 +144,11 @@ bool Peers::must_send(const Connection& c, const Peer& peer, std::size_t earlier
   if (parts_.overload.reject_pending(id, c, earlier, m, released)) return false;
   parts_.calls.set_connection(id, c.id);
   const Call* call = parts_.calls.find(id);
-  if (call && call->status == CallStatus::kPending) return true;
-  if (!(m.header.flags & kMustDeliver)) return false;
-  if (may_leave_out(m.header)) leave_out(m, LeftOut::kCanceled, "");  // the callee counts on it, but need not run it
+  if (!call || call->status != CallStatus::kPending) {
+    if (!(m.header.flags & kMustDeliver)) return false;
+    if (may_leave_out(m.header)) leave_out(m, LeftOut::kCanceled, "");  // the callee counts on it, but need not run it
+  }
+  c.in_flight_bytes.add(id, weight(m.payload_size()));
   return true;
 }
 

@@ -3,6 +3,7 @@
 // The caller has the connection's send_mutex and is the receiving thread, so that no other thread sends or receives.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "core/message.h"
@@ -53,6 +54,7 @@ class Resumable {
   struct Waiting {
     std::uint64_t first = 0;  // number of the oldest
     bool any = false;
+    std::size_t bytes = 0;  // of their copies
   };
   virtual Waiting waiting() const = 0;
 };

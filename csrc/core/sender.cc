@@ -63,7 +63,10 @@ SendResult Sender::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Transm
       return SendResult::kQueued;
     }
     if (reject_oversized(*p.connection, id, *m, released)) return id ? SendResult::kDone : SendResult::kBroken;
-    if (id) parts_.calls.set_connection(id, p.connection->id);
+    if (id) {
+      parts_.calls.set_connection(id, p.connection->id);
+      p.connection->in_flight_bytes.add(id, weight(m->payload_size()));
+    }
   }
   return transmit(transmission.connection, m, transmission);
 }
@@ -128,7 +131,7 @@ SendResult Sender::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgo
 /// Requires the connection's send_mutex. Sends the messages that have waited for the connection.
 void Sender::send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pending) {
   bool any_waits = false;
-  for (auto& [m, until, expired, kept] : pending) {
+  for (auto& [m, until, expired, kept, request] : pending) {
     const auto pending_send = m->pending_send;
     Transmission p;
     stamp_timeout(*m, now());
@@ -193,6 +196,7 @@ void Sender::fail_outdated(std::uint64_t id, Released& released) {
 
 bool Sender::reject_oversized(const Connection& c, std::uint64_t id, Outgoing& m, Released& released) {
   if (fits(m, c.limits)) return false;
+  parts_.overload.count_oversized(m, c.limits);
   std::string why = over_limits(m, c.limits, c.handshake.peer().name);
   if (id == 0) {  // internal messages are never that large: a bug
     parts_.queue.log("a message is not sent: " + why);

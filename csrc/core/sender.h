@@ -59,8 +59,9 @@ struct PendingMessage {
   // When its call stops waiting. Messages that the reference protocol counts on stay queued longer, until the peer is
   // connected, known to be dead, or lost because it is silent.
   Nanos until;
-  bool expired = false;   // its call has stopped waiting
-  std::int64_t kept = 0;  // what it counts against the send queue
+  bool expired = false;      // its call has stopped waiting
+  std::int64_t kept = 0;     // what it counts against the send queue,
+  std::int64_t request = 0;  // and, if it is a large request, against the limit of requests without a reply
 };
 
 /// The messages to one peer that wait for a connection, in their order.
@@ -73,9 +74,13 @@ class PendingMessages {
   /// Return the number and the bytes of those among them that were not admitted.
   std::size_t forced() const { return forced_; }
   std::int64_t forced_bytes() const { return forced_bytes_; }
+  /// Returns the bytes of the large requests among them.
+  std::int64_t request_bytes() const { return request_bytes_; }
 
   void add(PendingMessage&& m) {
-    if (is_kept(*m.message)) m.kept = weight(m.message->payload_size());
+    const std::int64_t size = weight(m.message->payload_size());
+    if (is_kept(*m.message)) m.kept = size;
+    if (m.message->header.type == FrameType::kRequest && RequestBytes::is_counted(size)) m.request = size;
     count(m, 1);
     messages_.push_back(std::move(m));
   }
@@ -98,6 +103,7 @@ class PendingMessages {
  private:
   void count(const PendingMessage& m, int by) {
     kept_bytes_ += by * m.kept;
+    request_bytes_ += by * m.request;
     if (m.kept == 0 || m.message->admitted) return;
     forced_ += static_cast<std::size_t>(by);
     forced_bytes_ += by * m.kept;
@@ -106,6 +112,7 @@ class PendingMessages {
   std::deque<PendingMessage> messages_;
   std::int64_t kept_bytes_ = 0;
   std::int64_t forced_bytes_ = 0;
+  std::int64_t request_bytes_ = 0;
   std::size_t forced_ = 0;
 };
 
@@ -163,10 +170,14 @@ class Sender {
   // ---- flow control
 
   /// Returns whether a request of `size` bytes may be sent. Up to half the window any size may, so that large requests
-  /// are never stuck.
+  /// are never stuck. Requires the engine_mutex, except for a small request.
   bool window_open(const Connection& c, std::int64_t size) const {
     std::int64_t out = c.outstanding.load(std::memory_order_relaxed);
-    if (size <= kLargePayload) out -= c.large_unsent.load(std::memory_order_relaxed);
+    if (size <= kLargePayload) {
+      out -= c.large_unsent.load(std::memory_order_relaxed);
+    } else if (!has_free_bytes(c, size)) {
+      return false;
+    }
     return has_room(out, size) && has_free_request(c);
   }
   /// Returns whether a request of `size` bytes may wait for a connection, after others.
@@ -176,6 +187,10 @@ class Sender {
   /// Returns whether the peer admits one more request without a reply.
   static bool has_free_request(const Connection& c) {
     return c.in_flight.load(std::memory_order_relaxed) < c.max_in_flight;
+  }
+  /// Returns whether the peer admits the bytes of one more request without a reply.
+  static bool has_free_bytes(const Connection& c, std::int64_t size) {
+    return !RequestBytes::is_counted(size) || c.in_flight_bytes.has_room(size, c.max_in_flight_bytes);
   }
   bool may_send_now(std::int32_t peer, std::uint64_t payload) const EXCLUDES(engine_mutex);
   /// Counts a request that is sent although the window is closed. Logs a warning once if these are many.
@@ -199,7 +214,7 @@ class Sender {
 
  private:
   bool has_room(std::int64_t used, std::int64_t size) const { return used <= window_ / 2 || used + size <= window_; }
-  static void prepare(Connection& c, Outgoing& m);
+  void prepare(Connection& c, Outgoing& m);
   static SendQueue& next_queue(Connection& c);
   void enqueue(Connection& c, std::unique_ptr<Outgoing>&& m, Transmission& p);
   static void note_front(Connection& c);

@@ -18,21 +18,24 @@ std::int64_t reply_weight(const Outgoing& m) {
 
 /// Requires the connection's send_mutex. Removes the text of a name that the peer knows. If the peer keeps no more
 /// names, each message with a further one defines it again. So does a large message: others are delivered before it.
-void name_for_peer(Connection& c, Outgoing& m) {
+/// Returns false if the peer keeps no more.
+bool name_for_peer(Connection& c, Outgoing& m) {
   const std::uint32_t name = m.header.name_id;
   if (name <= kMaxNames) {
     if (c.names_sent.size() <= name) c.names_sent.resize(name + 64);
     if (c.names_sent[name]) {
       m.name = {};
-      return;
+      return true;
     }
     if (!m.large && c.name_bytes_sent + m.name.size() <= kMaxNameBytes) {
       c.names_sent[name] = true;
       c.name_bytes_sent += m.name.size();
-      return;
+      c.names_defined.fetch_add(1, std::memory_order_relaxed);
+      return true;
     }
   }
   m.header.name_id = kTransientName;
+  return m.large;
 }
 
 }  // namespace
@@ -41,7 +44,7 @@ void name_for_peer(Connection& c, Outgoing& m) {
 /// or carry credit, because later messages are delivered before it.
 void Sender::prepare(Connection& c, Outgoing& m) {
   if (std::exchange(m.prepared, true)) return;
-  if (m.header.name_id != 0) name_for_peer(c, m);
+  if (m.header.name_id != 0 && !name_for_peer(c, m)) parts_.overload.count(Limit::kNames);
   if (!is_handshake(m.header.type) && !m.large) attach_credit(c, m.header);
 }
 

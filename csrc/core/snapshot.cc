@@ -93,10 +93,15 @@ std::uint32_t WorkQueue::deepest() const {
 }
 
 void Overload::describe(Snapshot& out) {
-  std::int64_t in_flight = 0, kept = 0, outstanding = 0;
-  std::size_t leased = 0;
+  std::int64_t in_flight = 0, in_flight_bytes = 0, kept = 0, outstanding = 0;
+  std::size_t leased = 0, unauthenticated = 0, copied = 0;
+  std::uint32_t names = 0;
   for (const auto& [id, c] : parts_.peers.connections()) {
+    unauthenticated += !c->initiator && c->state == Connection::State::kHandshaking;
+    names = std::max({names, c->names_of_peer.load(), c->names_defined.load()});
+    if (c->resumes) copied = std::max(copied, c->link->resumable()->waiting().bytes);
     in_flight = std::max<std::int64_t>(in_flight, c->in_flight);
+    in_flight_bytes = std::max(in_flight_bytes, c->in_flight_bytes.total());
     kept = std::max<std::int64_t>(kept, c->kept_bytes);
     outstanding = std::max<std::int64_t>(outstanding, c->outstanding);
     leased = std::max(leased, c->link->lease_capacity());
@@ -110,12 +115,19 @@ void Overload::describe(Snapshot& out) {
   const std::size_t waiting = std::max(parts_.peers.most_pending(), parts_.canceler.parked());
   add("max_call_depth", Limit::kCallDepth, parts_.queue.deepest(), limits_.call_depth);
   add("max_in_flight", Limit::kInFlight, in_flight, parts_.settings.handshake.limits.requests);
+  add("max_in_flight_bytes", Limit::kInFlightBytes, std::max(in_flight_bytes, parts_.peers.most_pending_requests()),
+      parts_.settings.handshake.limits.request_bytes);
   add("request_window_bytes", Limit::kWindow, std::max(outstanding, pending), parts_.settings.window);
   add("send_queue_bytes", Limit::kSendQueue, std::max(kept, pending), limits_.send_queue);
   add("max_waiting_messages", Limit::kWaitingMessages, waiting, limits_.waiting_messages);
   add("arena_budget_bytes", Limit::kArenas, parts_.budget->used(), parts_.budget->limit(), parts_.budget->refused());
   add("shared_memory_bytes", Limit::kLeased, leased, parts_.settings.handshake.limits.leased);
   add("max_peers", Limit::kPeers, parts_.peers.count(), limits_.peers);
+  add("max_unauthenticated", Limit::kUnauthenticated, unauthenticated, parts_.peers.max_unauthenticated());
+  add("max_header_bytes", Limit::kHeader, largest_body_.load(), parts_.settings.handshake.limits.body);
+  add("max_message_bytes", Limit::kMessage, largest_segments_.load(), parts_.settings.handshake.limits.message);
+  add("interned_names", Limit::kNames, names, kMaxNames);
+  add("unacknowledged_bytes", Limit::kUnacknowledged, copied, kMaxUnacknowledged);
 }
 
 void Peers::describe(Snapshot& out) const {

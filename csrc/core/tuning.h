@@ -90,9 +90,7 @@ inline constexpr std::int64_t kWindowWarningFactor = 4;
 /// Pauses before the addresses of a peer are tried again: doubled each time, from the first to the second.
 inline constexpr Nanos kMinRetryDelay = 5 * kMillisecond;
 inline constexpr Nanos kMaxRetryDelay = 500 * kMillisecond;
-/// Unauthenticated connections at the same time.
-inline constexpr std::size_t kMaxUnauthenticated = 64;
-/// They use at most this part of the descriptors, and as many stay free for the program.
+/// Unauthenticated connections use at most this part of the descriptors, and as many stay free for the program.
 inline constexpr std::size_t kUnauthenticatedShare = 8;
 /// Part of them that one address may have.
 inline constexpr std::size_t kSourceShare = 4;

@@ -100,10 +100,11 @@ void construct(Engine* self, int id, const std::string& name, std::uint64_t inca
                const nb::bytes& secret, Nanos spin, std::size_t handlers, std::int64_t window, std::size_t pool_cache,
                Nanos handshake_timeout, Nanos connect_timeout, Nanos heartbeat, Nanos local_heartbeat,
                std::uint64_t max_body, std::uint64_t max_message, std::uint64_t shared_memory, std::uint32_t lanes,
-               std::uint32_t max_call_depth, std::uint32_t max_in_flight, std::uint64_t send_queue,
-               std::uint64_t max_waiting, std::uint64_t arena_budget, std::uint64_t max_peers, bool resume,
-               bool check_uid, bool secret_given, bool encrypted, const std::string& certificate,
-               const std::string& private_key, const std::string& authority, FaultsPtr faults) {
+               std::uint32_t max_call_depth, std::uint32_t max_in_flight, std::uint64_t max_in_flight_bytes,
+               std::uint64_t send_queue, std::uint64_t max_waiting, std::uint64_t arena_budget, std::uint64_t max_peers,
+               std::uint64_t max_unauthenticated, bool resume, bool check_uid, bool secret_given, bool encrypted,
+               const std::string& certificate, const std::string& private_key, const std::string& authority,
+               FaultsPtr faults) {
   if (secret_given && !has_crypto()) throw std::runtime_error(std::string(kNoOpenSsl));
   Settings s;
   s.handshake.me = {.id = id, .name = name, .incarnation = incarnation};
@@ -121,12 +122,14 @@ void construct(Engine* self, int id, const std::string& name, std::uint64_t inca
   s.handshake.limits.message = max_message;
   s.handshake.limits.leased = shared_memory;
   s.handshake.limits.requests = max_in_flight;
+  s.handshake.limits.request_bytes = max_in_flight_bytes;
   s.handshake.lanes = lanes;
   s.load = {.call_depth = max_call_depth,
             .send_queue = send_queue,
             .waiting_messages = max_waiting,
             .arena_budget = arena_budget,
-            .peers = max_peers};
+            .peers = max_peers,
+            .unauthenticated = max_unauthenticated};
   s.handshake.resume = resume && heartbeat > 0;  // the failure detector ends suspended sessions
   s.check_uid = check_uid;
   s.faults = std::move(faults);
@@ -221,9 +224,9 @@ void init_engine(nb::module_& m) {
       .def("__init__", construct, nb::kw_only(), "id"_a, "name"_a, "incarnation"_a, "group"_a, "secret"_a, "spin"_a,
            "handlers"_a, "window"_a, "pool_cache"_a, "handshake_timeout"_a, "connect_timeout"_a, "heartbeat"_a,
            "local_heartbeat"_a, "max_body"_a, "max_message"_a, "shared_memory"_a, "lanes"_a, "max_call_depth"_a,
-           "max_in_flight"_a, "send_queue"_a, "max_waiting"_a, "arena_budget"_a, "max_peers"_a, "resume"_a,
-           "check_uid"_a, "secret_given"_a, "encrypted"_a, "certificate"_a, "private_key"_a, "authority"_a,
-           "faults"_a.none())
+           "max_in_flight"_a, "max_in_flight_bytes"_a, "send_queue"_a, "max_waiting"_a, "arena_budget"_a, "max_peers"_a,
+           "max_unauthenticated"_a, "resume"_a, "check_uid"_a, "secret_given"_a, "encrypted"_a, "certificate"_a,
+           "private_key"_a, "authority"_a, "faults"_a.none())
       .def("listen", &Engine::listen, "address"_a, "Listen on an address and return the address that peers connect to.")
       .def(
           "set_peer",

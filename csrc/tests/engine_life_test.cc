@@ -177,6 +177,8 @@ CASE(a_forked_child_has_a_stopped_engine) {
   Worker a(0), b(1);
   introduce({&a, &b}, "unix");
   CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+  MemoryBudget of_parent(1 << 30);
+  CHECK(of_parent.reserve(1));
   const std::uint64_t waited_for = a.start(1, 1, {.tag = kHold});
   std::atomic<bool> enough = false;
   std::vector<std::thread> busy;
@@ -204,6 +206,7 @@ CASE(a_forked_child_has_a_stopped_engine) {
       a.engine->stats();
       a.engine->stop(kSecond);
       a.engine.reset();
+      if (MemoryBudget(1).used() > 0) _exit(3);
       _exit(stopped ? refused ? 0 : 2 : 1);
     }
     int status = 0;
@@ -214,6 +217,7 @@ CASE(a_forked_child_has_a_stopped_engine) {
   b.release.set();
   for (auto& t : busy) t.join();
   a.completion_count.wait_for(times(40));
+  of_parent.release(1);
 }
 
 CASE(unneeded_threads_are_not_started) {

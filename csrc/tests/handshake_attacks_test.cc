@@ -137,8 +137,8 @@ CASE(a_member_instead_of_another) {
   auto text = [&](const std::string& s) { return number(static_cast<std::uint32_t>(s.size())) + s; };
   auto answer = [&](const Identity& me, const std::string& hello) {
     const Limits l;
-    const std::string limits =
-        number(l.body) + number(l.message) + number(l.segments) + number(l.name) + number(l.requests);
+    const std::string limits = number(l.body) + number(l.message) + number(l.segments) + number(l.name) +
+                               number(l.requests) + number(l.request_bytes);
     const std::string mine = number(me.id) + text(me.name) + number(me.incarnation) + limits +
                              number(std::uint32_t{1}) + number(std::uint8_t{0});
     const std::string transcript = text(text(hello) + text(std::string(32, 'n'))) + text(mine);

@@ -10,10 +10,20 @@ namespace {
 
 using Budget = std::shared_ptr<MemoryBudget>;
 
-Budget budget_of(std::uint64_t bytes) { return std::make_shared<MemoryBudget>(bytes); }
+/// Returns a budget that shares nothing with others.
+Budget budget_of(std::uint64_t bytes) {
+  struct Alone {
+    explicit Alone(std::uint64_t bytes) : budget(bytes, use) {}
+    MemoryUse use;
+    MemoryBudget budget;
+  };
+  const auto alone = std::make_shared<Alone>(bytes);
+  return {alone, &alone->budget};
+}
 
 CASE(a_budget_is_not_exceeded) {
-  MemoryBudget budget(100);
+  MemoryUse use;
+  MemoryBudget budget(100, use);
   CHECK(budget.reserve(60));
   CHECK(!budget.reserve(41));
   CHECK(!budget.reserve(UINT64_MAX));
@@ -24,6 +34,39 @@ CASE(a_budget_is_not_exceeded) {
   CHECK(!budget.take_short());
   budget.release(60);
   CHECK(budget.reserve(60));
+}
+
+/// Each worker of a process has its limit of what all of them use.
+CASE(budgets_of_one_process_count_together) {
+  MemoryUse process;
+  MemoryBudget large(100, process), small(50, process);
+  CHECK(large.reserve(40));
+  CHECK(!small.reserve(11));
+  CHECK(small.reserve(10));
+  CHECK(!small.reserve(1));
+  CHECK(large.reserve(50));
+  CHECK(!large.reserve(1));
+  CHECK_EQ(large.used(), 100u);
+  CHECK_EQ(small.used(), 100u);
+  CHECK_EQ(large.refused(), 1u);
+  CHECK_EQ(small.refused(), 2u);
+  CHECK(large.take_short() && small.take_short());  // either may have unused memory
+  CHECK(!large.take_short() && !small.take_short());
+  large.release(90);
+  CHECK(small.reserve(40));
+}
+
+CASE(workers_of_a_process_share_one_count_and_a_child_begins_again) {
+  MemoryBudget first(100), second(100);
+  const std::uint64_t before = first.used();
+  CHECK(before == 0 && first.reserve(60));
+  CHECK(!second.reserve(41));
+  MemoryUse::after_fork();
+  MemoryBudget third(100);
+  CHECK_EQ(third.used(), 0u);
+  first.release(60);
+  CHECK_EQ(first.used(), 0u);
+  CHECK_EQ(third.used(), 0u);
 }
 
 CASE(a_share_is_given_back_once) {

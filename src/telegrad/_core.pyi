@@ -256,7 +256,7 @@ class Engine:
     Times are in nanoseconds; a timeout of 0 is infinite.
     """
 
-    def __init__(self, *, id: int, name: str, incarnation: int, group: str, secret: bytes, spin: int, handlers: int, window: int, pool_cache: int, handshake_timeout: int, connect_timeout: int, heartbeat: int, local_heartbeat: int, max_body: int, max_message: int, shared_memory: int, lanes: int, max_call_depth: int, max_in_flight: int, send_queue: int, max_waiting: int, arena_budget: int, max_peers: int, resume: bool, check_uid: bool, secret_given: bool, encrypted: bool, certificate: str, private_key: str, authority: str, faults: Faults | None) -> None: ...
+    def __init__(self, *, id: int, name: str, incarnation: int, group: str, secret: bytes, spin: int, handlers: int, window: int, pool_cache: int, handshake_timeout: int, connect_timeout: int, heartbeat: int, local_heartbeat: int, max_body: int, max_message: int, shared_memory: int, lanes: int, max_call_depth: int, max_in_flight: int, max_in_flight_bytes: int, send_queue: int, max_waiting: int, arena_budget: int, max_peers: int, max_unauthenticated: int, resume: bool, check_uid: bool, secret_given: bool, encrypted: bool, certificate: str, private_key: str, authority: str, faults: Faults | None) -> None: ...
 
     def listen(self, address: str) -> str:
         """Listen on an address and return the address that peers connect to."""

@@ -40,6 +40,15 @@ _LEAST_LIMIT: Final = 64 << 10  # csrc/core/limits.h: kAlwaysTaken
 
 _MOST: Final = (1 << 31) - 1  # what 32 bits of a message can say, with room for more
 
+_WHOLE_NUMBERS: Final = (
+    "max_call_depth",
+    "max_in_flight",
+    "max_waiting_messages",
+    "max_objects",
+    "max_peers",
+    "max_unauthenticated",
+)
+
 LEAST_SECRET_BYTES: Final = 16
 """Minimum length of a group's secret."""
 
@@ -287,6 +296,14 @@ class Options(RpcBackendOptions):
         env="TELEGRAD_MAX_IN_FLIGHT",
         unit="requests",
     )
+    max_in_flight_bytes: int = _option(
+        16 * _GIB,
+        "how many bytes the requests of more than 64 KiB to one worker may have that have no reply before callers block"
+        " (the less of both workers' options counts; while half of it is free, a call may have any size); a call that"
+        " cannot wait fails with Overloaded",
+        env="TELEGRAD_MAX_IN_FLIGHT_BYTES",
+        unit="bytes",
+    )
     send_queue_bytes: int = _option(
         _GIB,
         "how many bytes may wait for one worker that reads too slowly, or has no connection yet; a further call, or"
@@ -313,6 +330,20 @@ class Options(RpcBackendOptions):
         "how many workers this worker knows at once, with itself; a further one is refused",
         env="TELEGRAD_MAX_PEERS",
         unit="workers",
+    )
+    max_unauthenticated: int = _option(
+        64,
+        "how many accepted connections may be in their handshake, but at most an eighth of the process's descriptors; a"
+        " further one displaces the oldest, of the same source if that has a fourth of them",
+        env="TELEGRAD_MAX_UNAUTHENTICATED",
+        unit="connections",
+    )
+    retry_results_bytes: int = _option(
+        64 * _MIB,
+        "how many bytes of results of calls with a `telegrad.rpc.Retry` this worker keeps for further attempts, and at"
+        " most 4096 results; the oldest are dropped first, and their functions do not run again",
+        env="TELEGRAD_RETRY_RESULTS_BYTES",
+        unit="bytes",
     )
     warn_references: int = _option(
         1_000_000,
@@ -428,7 +459,7 @@ class Options(RpcBackendOptions):
             value, unit = getattr(self, row.name), row.metadata["unit"]
             if unit and (not isinstance(value, (int, float)) or value < 0):
                 raise ValueError(f"option {row.name} has to be a number of {unit}, 0 or more, not {value!r}")
-        for name in ("max_call_depth", "max_in_flight", "max_waiting_messages", "max_objects", "max_peers"):
+        for name in _WHOLE_NUMBERS:
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= _MOST:
                 raise ValueError(f"option {name} has to be a whole number from 1 to {_MOST}, not {value!r}")

@@ -10,7 +10,7 @@ from typing import Any, Self
 from telegrad.rpc import Options, Worker
 
 MAGIC = 0x31524754
-VERSION = 9
+VERSION = 10
 HELLO, CHALLENGE, PROOF, WELCOME, REFUSE, ANSWER, CONFIRM = 1, 2, 3, 4, 5, 6, 7
 REQUEST, REPLY, ONEWAY, CREDIT, GOODBYE = 16, 17, 18, 19, 20
 CANCEL, CALL_STATE = 22, 23
@@ -134,7 +134,7 @@ class RawPeer:
             + identity(*me)
             + identity(core.info.id, core.info.name, core.incarnation)
             + text(nonce or os.urandom(32))
-            + struct.pack("<QQIII", 256 << 20, 256 << 30, 1 << 20, 1 << 16, 1 << 16)  # limits
+            + struct.pack("<QQIIIQ", 256 << 20, 256 << 30, 1 << 20, 1 << 16, 1 << 16, 16 << 30)  # limits
             + struct.pack("<IB", 1, 0)  # lanes; its sessions end with their connections
             + struct.pack("<QBQ", next(_dials), 0, 0)  # the offered session, after none
             + struct.pack("<B", 0)  # the purpose: a session

@@ -20,10 +20,10 @@ from telegrad.worker.serving.once import RememberedRuns
 class Clocked:
     """Runs with a clock and timers that the test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = 64 << 20) -> None:
         self.now = 10.0
         self.timers: list[tuple[float, Callable[[], object]]] = []
-        self.runs = RememberedRuns(lambda after, run: self.timers.append((after, run)), lambda: self.now)
+        self.runs = RememberedRuns(lambda after, run: self.timers.append((after, run)), max_bytes, lambda: self.now)
 
     def enter(self, key: int, caller: int = 1, window: float = 60.0, deadline: float = math.inf) -> tuple[Any, bool]:
         run, result = self.runs.enter((caller, key), f"f{key}", (7, key), window, deadline)
@@ -102,17 +102,18 @@ def test_the_number_of_results_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert not clocked.begins(0)
 
 
-def test_the_bytes_of_results_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "_MOST_BYTES", 10_000)
-    clocked = Clocked()
+def test_the_bytes_of_results_are_bounded() -> None:
+    clocked = Clocked(max_bytes=10_000)
     clocked.done(1, [torch.ones(1000), "x" * 500])
     clocked.done(2, {"y": torch.ones(1000)})
     clocked.done(3, torch.ones(1000))
     assert [clocked.begins(key) for key in (3, 2)] == [False, False]
-    with pytest.raises(TelegradError, match="dropped"):
+    assert (clocked.runs.drops, clocked.runs.nbytes <= 10_000) == (1, True)
+    with pytest.raises(TelegradError, match=r"dropped.* 10000 bytes .*retry_results_bytes"):
         clocked.enter(1)
     clocked.done(4, torch.ones(5000))  # too large, but the last one
     assert not clocked.begins(4)
+    assert clocked.runs.drops == 3
 
 
 def test_the_number_of_dropped_results_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,6 @@
 
 namespace telegrad {
 
-/// Bytes of copies for which no acknowledgement has arrived; the next message waits beyond this.
-inline constexpr std::size_t kMaxUnacknowledged = 4 << 20;
 /// Messages of which an earlier one has not arrived; the next message waits beyond this.
 inline constexpr std::size_t kMaxNumbers = 1 << 20;
 /// Messages and bytes after which a receiver acknowledges. A system call per 128 small messages costs nothing that can
@@ -71,6 +69,8 @@ class Unacknowledged {
   void keep(std::uint64_t number, Outgoing& message);
   /// Returns whether a message that is being sent has been acknowledged.
   bool has_arrived(std::uint64_t number) const { return number < first_ || messages_[number - first_].arrived; }
+  /// Returns the bytes of the copies.
+  std::size_t bytes() const { return bytes_; }
   /// Returns whether another message may be sent.
   bool has_room() const { return bytes_ < kMaxUnacknowledged && messages_.size() < kMaxNumbers; }
   /// Records which messages have arrived. Moves their owners to `released`. Returns false if these messages were never

@@ -365,7 +365,9 @@ bool ResumableLink::may_resume() const {
 
 Resumable::Waiting ResumableLink::waiting() const {
   std::lock_guard lock(kept_mutex_);
-  return {.first = unacknowledged_.begin(), .any = unacknowledged_.begin() < unacknowledged_.end()};
+  return {.first = unacknowledged_.begin(),
+          .any = unacknowledged_.begin() < unacknowledged_.end(),
+          .bytes = unacknowledged_.bytes()};
 }
 
 std::uint64_t ResumableLink::suspend() {

@@ -200,7 +200,7 @@ class Worker(MemberChanges):
         )
         self.running: RunningHandlers = RunningHandlers(self.pool, self.find_request, self.members.name_of)
         self.retries: Retries = Retries()
-        self.remembered_runs: RememberedRuns = RememberedRuns(self.timers.call_later)
+        self.remembered_runs: RememberedRuns = RememberedRuns(self.timers.call_later, options.retry_results_bytes)
         self.watchdog: Watchdog = Watchdog(
             info.name, options.stuck_handler_timeout, self.running, self.timers.call_later
         )

@@ -217,10 +217,11 @@ class LimitInfo:
     """Limit of what the worker keeps at the same time.
 
     Attributes:
-        used: what is used now, by the peer that uses most if the limit is per peer; of ``max_objects``, the most
-            objects that a received message has had.
+        used: what is used now, by the peer that uses most if the limit is per peer; of ``max_objects``,
+            ``max_header_bytes`` and ``max_message_bytes``, the most that a received message has had.
         limit: the limit; 0 for none.
-        refused: how often a message, or more memory, was refused because of it.
+        refused: how often a message, a connection, or more memory, was refused because of it. Of ``max_header_bytes``
+            and ``max_message_bytes``, how many messages of this worker were over the limits of their receivers.
     """
 
     used: int
@@ -248,7 +249,8 @@ class DebugInfo:
         contexts: number of autograd contexts.
         passes: number of backward passes in progress.
         bytes: memory of received messages.
-        limits: what it keeps and may keep, by the name of the option that sets the limit.
+        limits: what it keeps and may keep, by the name of the option that sets the limit. Two limits have no option:
+            ``"interned_names"`` and ``"unacknowledged_bytes"``.
         threads: names of the threads of its pool.
         options: the options in force, without secrets.
 

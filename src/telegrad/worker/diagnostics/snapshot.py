@@ -220,6 +220,8 @@ def _limits(worker: Any, core: _core.Snapshot | None, references: ReferencesInfo
     )
     codec, options = worker.messages.serializer.codec, worker.options
     found["max_objects"] = LimitInfo(codec.most_objects, codec.max_objects, codec.refused)
+    runs = worker.remembered_runs
+    found["retry_results_bytes"] = LimitInfo(runs.nbytes, runs.max_bytes, runs.drops)
     held = 0 if references is None else references.owned + references.used
     found["warn_references"] = LimitInfo(held, options.warn_references)
     contexts = worker.autograd.stats()["num_autograd_contexts"]

@@ -42,7 +42,6 @@ RequestKey: TypeAlias = tuple[int, int]
 """Connection and call of a request."""
 
 _MOST_RESULTS = 4096
-_MOST_BYTES = 64 << 20  # of results; one larger result alone is kept
 _MOST_DROPPED = 65536  # runs without their result
 _MOST_ENDED = 65536  # keys of runs of which nothing else is known
 _FIXED_BYTES = 256  # of a result without tensors
@@ -94,12 +93,18 @@ class RememberedRuns:
 
     Args:
         later: Runs a function after some seconds.
+        max_bytes: Bytes of results that are kept (option ``retry_results_bytes``); one larger result alone is kept.
         clock: Monotonic clock in seconds.
     """
 
     def __init__(
-        self, later: Callable[[float, Callable[[], object]], None], clock: Callable[[], float] = time.monotonic
+        self,
+        later: Callable[[float, Callable[[], object]], None],
+        max_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.max_bytes: int = max_bytes
+        self.drops: int = 0  # of results, because there were too many
         self._later = later
         self._clock = clock
         self._lock = threading.Lock()
@@ -114,6 +119,11 @@ class RememberedRuns:
 
     def __len__(self) -> int:
         return len(self._runs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the results that are kept."""
+        return self._nbytes
 
     def functions(self) -> dict[RequestKey, str]:
         """Return the names of the functions by their latest request. Takes no lock."""
@@ -147,9 +157,10 @@ class RememberedRuns:
                 return run, None
             if run.future is None:
                 raise TelegradError(
-                    f"the result of {run.function} was dropped, because this worker remembers at most {_MOST_RESULTS}"
-                    f" results and {_MOST_BYTES >> 20} MiB of them for calls with a Retry. The function has run, and"
-                    " does not run again. Make fewer such calls at a time, or return less."
+                    f"the result of {run.function} was dropped, because this worker keeps at most {_MOST_RESULTS}"
+                    f" results for calls with a Retry, and {self.max_bytes} bytes of them (option retry_results_bytes)."
+                    " The function has run, and does not run again. Make fewer such calls at a time, return less, or"
+                    " raise the option."
                 )
             if self._running.pop(run.request, None) is not None:
                 self._running[request] = run
@@ -237,11 +248,12 @@ class RememberedRuns:
     def _drop_oldest(self) -> list[object]:
         """Drop the oldest results while there are too many, except the last one."""
         dropped: list[object] = []
-        while len(self._results) > 1 and (len(self._results) > _MOST_RESULTS or self._nbytes > _MOST_BYTES):
+        while len(self._results) > 1 and (len(self._results) > _MOST_RESULTS or self._nbytes > self.max_bytes):
             key = next(iter(self._results))
             run = self._results.pop(key)
             self._nbytes -= run.nbytes
             run.nbytes = 0
+            self.drops += 1
             dropped.append(run.future)
             run.future = None
             self._dropped[key] = None
