@@ -1,6 +1,6 @@
-"""Takes rules out of the core, one at a time, and checks that a test fails: mutants.py VENV BUILD_FOLDER [NAMES].
+"""Takes rules out of the core, one at a time, and checks that a test fails.
 
-`csrc/tests/mutants.toml` has the rules. The sources are copied, so the tree does not change. Exits with 1 if a mutant
+Called as mutants.py VENV BUILD_FOLDER [NAMES]. `csrc/tests/mutants.toml` has the rules. The sources are copied, so the tree does not change. Exits with 1 if a mutant
 survives, or does not compile.
 """
 
@@ -52,12 +52,13 @@ class Builder:
         self._folder = tree / "build"
         self._env = os.environ | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
         if not (self._folder / "build.ninja").exists():
-            flags = ("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0", "-DTELEGRAD_BUILD_PYTHON=OFF")
+            kind = ("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0")
+            parts = ("-DTELEGRAD_BUILD_PYTHON=OFF", "-DTELEGRAD_BUILD_TESTS=ON")
             found = (f"-DCMAKE_PREFIX_PATH={venv}", f"-DPython_EXECUTABLE={venv / 'bin/python'}")
-            self._run("cmake", "-S", tree, "-B", self._folder, "-G", "Ninja", "-DTELEGRAD_BUILD_TESTS=ON", *flags, *found)
+            self._run("cmake", "-S", tree, "-B", self._folder, "-G", "Ninja", *kind, *parts, *found)
 
     def _run(self, *command: object) -> None:
-        done = subprocess.run(list(map(str, command)), env=self._env, capture_output=True, text=True)
+        done = subprocess.run(list(map(str, command)), env=self._env, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stdout + done.stderr)
 
@@ -73,7 +74,9 @@ class Builder:
         """Return whether a test program passes within the limit."""
         command = [str(self._folder / test), *([case] if case else [])]
         try:
-            return subprocess.run(command, env=self._env, capture_output=True, timeout=LIMIT).returncode == 0
+            return (
+                subprocess.run(command, env=self._env, capture_output=True, timeout=LIMIT, check=False).returncode == 0
+            )
         except subprocess.TimeoutExpired:
             return False
 
