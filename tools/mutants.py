@@ -1,7 +1,7 @@
 """Takes rules out of the core, one at a time, and checks that a test fails.
 
-Called as mutants.py VENV BUILD_FOLDER [NAMES]. `csrc/tests/mutants.toml` has the rules. The sources are copied, so the tree does not change. Exits with 1 if a mutant
-survives, or does not compile.
+Called as mutants.py VENV BUILD_FOLDER [NAMES]. `csrc/tests/mutants.toml` has the rules. The sources are copied, so the
+tree does not change. Exits with 1 if a mutant survives, or does not compile.
 """
 
 import os
