@@ -1,7 +1,8 @@
 """Ports for stores and other servers of tests.
 
 A port that the system chooses may be taken again before the server listens: by a connection of another test, or of
-another process of pytest. These ports lie below those that the system chooses, and each process of pytest has its own.
+another process of pytest. These ports lie below those that the system usually chooses, and each process of pytest has
+its own.
 """
 
 import itertools

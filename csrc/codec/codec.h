@@ -25,11 +25,13 @@ struct Extension {
 inline constexpr std::uint64_t kMinVersioned = 32 << 10;
 
 struct Encoded {
+  /// Returns whether the message is large enough for owners with a version.
   bool needs_versions() const;
 
   nb::object body;  // bytes
   std::vector<Segment> segments;
   std::vector<nb::object> recorded;  // from `encode_recorded`
+  bool versioned = false;            // the owners of its segments get versions, because it may be sent again
 };
 
 /// Values that an encoder accepts.

@@ -10,6 +10,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -113,6 +114,11 @@ class KeepAlive {
   /// Returns whether the memory of a message is certain to be what it was when the message was given to the engine. Of
   /// messages that are `verifiable`. May block; a thread of the pool, while no lock of the core is held.
   virtual bool is_unchanged() const { return false; }
+  /// Copies a part of the memory of such a message, in the same way. Returns false if it may have changed, or is gone.
+  virtual bool read(const std::byte* from, std::size_t size, std::byte* to) const {
+    std::memcpy(to, from, size);
+    return true;
+  }
 };
 
 /// Objects to destroy once no lock of the core is held.

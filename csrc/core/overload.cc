@@ -203,7 +203,9 @@ void Overload::leave_out_deep(Incoming& request) {
 bool Overload::count_bytes(Connection& c, std::uint64_t call, std::int64_t size) const {
   if (c.unanswered_bytes.contains(call)) return false;  // its reply would free both
   if (!RequestBytes::is_counted(size)) return true;
-  if (c.unanswered_bytes.total() > hard_request_bytes_) return false;
+  // One of any size may be among those of a peer that keeps the limit.
+  const RequestBytes& all = c.unanswered_bytes;
+  if (all.total() > hard_request_bytes_ && all.total_of_others() > hard_request_bytes_) return false;
   c.unanswered_bytes.add(call, size);
   return true;
 }

@@ -72,17 +72,20 @@ std::uint64_t Peers::detach_link(Connection& c) {
   c.buffered = 0;
   c.verify_until = kNever;
   const std::uint64_t received = c.link->resumable()->suspend();
-  if (c.link->resumable()->has_unverified()) {
-    WorkItem item;
-    item.kind = WorkKind::kVerify;
-    item.connection = c.id;
-    parts_.queue.push(std::move(item));
-    parts_.queue.wake_for_work();
-  }
+  if (c.link->resumable()->has_unverified()) request_verification(c);
   return received;
 }
 
 // ---- verification: messages with memory that may have changed
+
+/// Lets a thread of the pool call `verify`; it also releases what has been given up.
+void Peers::request_verification(const Connection& c) {
+  WorkItem item;
+  item.kind = WorkKind::kVerify;
+  item.connection = c.id;
+  parts_.queue.push(std::move(item));
+  parts_.queue.wake_for_work();
+}
 
 bool Peers::is_resumable(std::uint64_t id) const {
   Lock lock(parts_.mutex);
@@ -105,6 +108,10 @@ void Peers::verify(std::uint64_t id) {
   }
   if (!c) return;
   c->link->resumable()->verify();
+  {
+    Lock lock(parts_.mutex);
+    if (!c->link->resumable()->has_unverified()) c->verify_until = kNever;
+  }
   parts_.sender.flush_by_leader(c);
 }
 
@@ -116,9 +123,11 @@ void Peers::set_verify_limit(Connection& c) {
 }
 
 void Peers::give_up_verifying(const ConnectionPtr& c) {
-  if (c->link->resumable()->give_up_verifying()) {
+  const bool rest = c->link->resumable()->give_up_verifying();
+  {
     Lock lock(parts_.mutex);
-    set_verify_limit(*c);
+    if (rest) set_verify_limit(*c);
+    request_verification(*c);
   }
   parts_.sender.flush_by_leader(c);
 }

@@ -4,6 +4,7 @@
 // call.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <unordered_map>
 
@@ -18,6 +19,12 @@ class RequestBytes {
 
   bool empty() const { return sizes_.empty(); }
   std::int64_t total() const { return total_; }
+  /// Returns the total without the largest request.
+  std::int64_t total_of_others() const {
+    std::int64_t largest = 0;
+    for (const auto& [call, size] : sizes_) largest = std::max(largest, size);
+    return total_ - largest;
+  }
   bool contains(std::uint64_t call) const { return sizes_.contains(call); }
   /// Returns whether a request fits into the limit, after others. Up to half the limit any size does, so that a very
   /// large request is not stuck while others go on.

@@ -43,7 +43,11 @@ SendResult Sender::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Transm
       return SendResult::kBroken;
     }
     Peer& p = *found;
-    if (reject_outdated(p, id, *m, released)) return id ? SendResult::kDone : SendResult::kBroken;
+    const auto rejected = [&] {
+      if (id && p.connection) p.connection->in_flight_bytes.remove(id);
+      return id ? SendResult::kDone : SendResult::kBroken;
+    };
+    if (reject_outdated(p, id, *m, released)) return rejected();
     transmission.connection = p.connection;
     if (!p.connection) {
       if (transmission.copy) {
@@ -62,7 +66,7 @@ SendResult Sender::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Transm
       if (!p.connecting) parts_.peers.connect(lock, p);
       return SendResult::kQueued;
     }
-    if (reject_oversized(*p.connection, id, *m, released)) return id ? SendResult::kDone : SendResult::kBroken;
+    if (reject_oversized(*p.connection, id, *m, released)) return rejected();
     if (id) {
       parts_.calls.set_connection(id, p.connection->id);
       p.connection->in_flight_bytes.add(id, weight(m->payload_size()));

@@ -39,14 +39,18 @@ class PyRefs final : public KeepAlive {
 
   /// Records the version of a tensor that one of the objects owns, for `is_unchanged`.
   void add_version(PyObject* tensor, long version) { versions_.emplace_back(tensor, version); }
+  /// Records where the memory of a storage is, for `is_unchanged`. Returns false if it does not say.
+  bool add_storage(PyObject* storage);
   /// Records samples of memory that the objects own, for `is_unchanged`.
   void add_samples(const std::byte* data, std::size_t size);
   /// Takes the GIL. See python/tensor_versions.h.
   bool is_unchanged() const override;
+  bool read(const std::byte* from, std::size_t size, std::byte* to) const override;
 
   /// Releases all references. Needs the GIL and no lock of the core.
   void release() {
     versions_.clear();
+    storages_.clear();
     samples_.clear();
     in_python([this] {
       for (PyObject* o : std::exchange(objects_, {})) Py_DECREF(o);
@@ -54,6 +58,11 @@ class PyRefs final : public KeepAlive {
   }
 
  private:
+  struct Storage {
+    PyObject* object;
+    long long address;
+    long long size;
+  };
   struct Samples {
     const std::byte* data;
     std::size_t size;
@@ -63,6 +72,7 @@ class PyRefs final : public KeepAlive {
   std::vector<PyObject*> objects_;
   std::vector<std::shared_ptr<void>> memory_;
   std::vector<std::pair<PyObject*, long>> versions_;
+  std::vector<Storage> storages_;
   std::vector<Samples> samples_;
 };
 

@@ -48,10 +48,9 @@ std::unique_ptr<Outgoing> compose(int tag, int flags, nb::handle body, nb::handl
 std::unique_ptr<Outgoing> compose(int tag, int flags, codec::Encoded& encoded) {
   auto m = compose(tag, flags, encoded.body);
   m->segments.reserve(encoded.segments.size());
-  const bool versioned = encoded.needs_versions();
   for (codec::Segment& s : encoded.segments) {
     add_segment(*m, reinterpret_cast<const void*>(s.address), s.nbytes,
-                versioned ? codec::versioned_owner(s) : s.owner);
+                encoded.versioned ? codec::versioned_owner(s) : s.owner);
   }
   return m;
 }

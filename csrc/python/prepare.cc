@@ -154,6 +154,7 @@ std::unique_ptr<Outgoing> Preparer::encode(const CallForm& form, const PreparedC
                              : is_encoded(codec_.encode_basic(body.ptr(), encoded));
   if (!encodable) return nullptr;
   if (in_context) flags |= wire::kMustDeliver;  // counted at the caller: the callee's context waits for it when it ends
+  encoded.versioned = encoded.needs_versions() && engine_.may_be_resumable(call.peer);
   auto m = compose(wire::kCall, flags, encoded);
   m->epoch = epoch;
   // A large request may arrive without its content, so its metadata names the reference to create, too.

@@ -111,10 +111,13 @@ void RequestServer::resume(Request& r) {
 }
 
 std::unique_ptr<Outgoing> RequestServer::encode_value(const Request& r, const nb::object& value) const {
-  if (r.context.is_none()) return encode_basic(codec_, wire::kValue, 0, value);
   codec::Encoded encoded;
-  nb::object message;
-  if (!autograd_.encode(codec_, value, r.item.peer, r.context, false, kAnyEpoch, encoded, message)) return nullptr;
+  nb::object message = nb::none();
+  const bool encodable =
+      r.context.is_none() ? is_encoded(codec_.encode_basic(value.ptr(), encoded))
+                          : autograd_.encode(codec_, value, r.item.peer, r.context, false, kAnyEpoch, encoded, message);
+  if (!encodable) return nullptr;
+  encoded.versioned = encoded.needs_versions() && engine_.is_resumable(r.item.connection);
   // A caller that has stopped waiting still has to release what is recorded in a plain context.
   auto reply = compose(wire::kValue, message.is_none() ? 0 : wire::kMustDeliver, encoded);
   if (!message.is_none()) add_metadata(*reply, codec_, nb::none(), id_of(r.context), message);

@@ -54,6 +54,14 @@ long references_of(PyObject* storage) {
   return number;
 }
 
+/// Returns what a method of a storage returns, a number; -1 without one.
+long long number_of(PyObject* storage, const char* method) {
+  const nb::object number = nb::steal(in_python([&] { return PyObject_CallMethod(storage, method, nullptr); }));
+  const long long value = number.is_valid() ? PyLong_AsLongLong(number.ptr()) : -1;
+  if (value < 0) PyErr_Clear();
+  return value;
+}
+
 /// Numbers of references to a tensor's storage and its Python object.
 struct StorageHolders {
   bool operator==(const StorageHolders&) const = default;
@@ -89,10 +97,10 @@ bool record(PyRefs& refs, PyObject* owner) {
   for (Py_ssize_t i = 1; i < PyTuple_GET_SIZE(owner); ++i) {
     PyObject* const tensor = PyTuple_GET_ITEM(owner, i);
     const long version = version_of(tensor);
-    if (version < 0) return is_only_holder(owner);
+    if (version < 0) return is_only_holder(owner) && refs.add_storage(PyTuple_GET_ITEM(owner, 0));
     refs.add_version(tensor, version);
   }
-  return true;
+  return refs.add_storage(PyTuple_GET_ITEM(owner, 0));
 }
 
 }  // namespace
@@ -111,12 +119,28 @@ void PyRefs::add_samples(const std::byte* data, std::size_t size) {
   samples_.push_back({data, size, hash_of_samples(data, size)});
 }
 
+bool PyRefs::add_storage(PyObject* storage) {
+  const long long address = number_of(storage, "data_ptr"), size = number_of(storage, "nbytes");
+  storages_.push_back({storage, address, size});
+  return address > 0 && size > 0;
+}
+
 bool PyRefs::is_unchanged() const {
   const GilHeld gil;
+  for (const Storage& s : storages_) {  // first: a storage that was resized has freed the memory
+    if (number_of(s.object, "data_ptr") != s.address || number_of(s.object, "nbytes") < s.size) return false;
+  }
   for (const auto& [tensor, version] : versions_) {
     if (version_of(tensor) != version) return false;
   }
   return std::ranges::all_of(samples_, [](const Samples& s) { return hash_of_samples(s.data, s.size) == s.hash; });
+}
+
+bool PyRefs::read(const std::byte* from, std::size_t size, std::byte* to) const {
+  const GilHeld gil;  // no other thread frees the memory meanwhile
+  if (!is_unchanged()) return false;
+  std::memcpy(to, from, size);
+  return true;
 }
 
 }  // namespace telegrad::python

@@ -185,6 +185,7 @@ CASE(an_unchanged_message_is_copied_and_sent_again) {
     Unacknowledged u;
     Outgoing m = verifiable(sent, live, type);
     add(u, m);
+    u.begin_verifying();
     CHECK(u.is_unverified(0));
     CHECK(u.has_unverified());
     const auto taken = u.take_unverified();
@@ -214,6 +215,7 @@ CASE(a_changed_message_loses_its_content) {
   Unacknowledged u;
   Outgoing m = verifiable(sent, live);
   add(u, m);
+  u.begin_verifying();
   auto taken = u.take_unverified();
   CHECK(u.begin_check(*taken));
   Released released;
@@ -235,6 +237,7 @@ CASE(a_message_may_arrive_before_it_is_verified) {
       Outgoing m = verifiable(sent, live);
       add(u, m);
     }
+    u.begin_verifying();
     auto taken = u.take_unverified();
     if (is_asked) CHECK(u.begin_check(*taken));
     Released released;
@@ -259,6 +262,7 @@ CASE(messages_that_are_not_verified_in_time_lose_their_content) {
     Outgoing m = verifiable(sent, live);
     add(u, m);
   }
+  u.begin_verifying();
   auto copied = u.take_unverified(), asked = u.take_unverified();
   CHECK(u.begin_check(*asked));
   Released released;
@@ -273,6 +277,31 @@ CASE(messages_that_are_not_verified_in_time_lose_their_content) {
   asked.reset();
   released.clear();
   CHECK_EQ(live, 0);
+}
+
+/// They are verified after the next break.
+CASE(messages_that_are_sent_after_a_break_wait_for_no_verification) {
+  int live = 0;
+  Random random(16);
+  const Message sent = random_message(random, 8, {200'000});
+  Unacknowledged u;
+  const auto send = [&] {
+    Outgoing m = verifiable(sent, live);
+    add(u, m);
+  };
+  send();
+  CHECK(!u.has_unverified());
+  u.begin_verifying();
+  send();
+  CHECK_EQ(u.take_unverified()->number, 0u);
+  CHECK(!u.take_unverified());
+  Released released;
+  CHECK(u.acknowledge({.count = 1}, released));
+  CHECK(!u.has_unverified());
+  CHECK(!u.give_up_verifying(released));
+  u.begin_verifying();
+  const auto taken = u.take_unverified();
+  CHECK(taken && taken->number == 1);
 }
 
 /// The calls of both ends have the same numbers.

@@ -156,6 +156,17 @@ def test_a_result_that_was_changed_and_dropped_is_not_sent_again(w: Cluster, pro
         future.wait()
 
 
+def test_a_result_that_has_given_back_its_memory_is_not_sent_again(w: Cluster, proxy: Proxy) -> None:
+    """The memory is no longer mapped."""
+    state["held"] = values()
+    future = send_result(w, held)
+    state["held"].untyped_storage().resize_(0)
+    break_connection(proxy)
+    with pytest.raises(WorkerLost, match=NOT_SENT_AGAIN):
+        future.wait()
+    assert w[0].rpc_sync("w1", abs, (-1,)) == 1
+
+
 @pytest.mark.parametrize("kind", ["tensor", "pickled"])
 def test_a_change_that_pytorch_does_not_count_is_found_by_samples(w: Cluster, proxy: Proxy, kind: str) -> None:
     state["held"] = values()

@@ -16,6 +16,9 @@ constexpr std::string_view kNotSentAgain =
     "the connection broke while a message was on its way whose memory may have changed since, so it was not sent "
     "again. Make the call again; retry= does so for idempotent functions.";
 
+/// Bytes of a message that its owner reads at once, while it holds the GIL: a few milliseconds.
+constexpr std::uint64_t kReadAtOnce = 16 << 20;
+
 /// Owner of the memory of a message that is sent again, or a former owner.
 struct Memory final : KeepAlive {
   explicit Memory(std::shared_ptr<Outgoing> message = nullptr) : large(std::move(message)) {}
@@ -195,8 +198,13 @@ void Unacknowledged::drop_content(Kept& kept, Released& released) {
   released.push_back(std::make_unique<Memory>(std::move(kept.large)));
 }
 
+bool Unacknowledged::has_unverified() const {
+  return std::ranges::any_of(unverified_, [this](std::uint64_t number) { return number < verify_end_; });
+}
+
 std::optional<Unacknowledged::Unverified> Unacknowledged::take_unverified() {
   for (const std::uint64_t number : unverified_) {
+    if (number >= verify_end_) continue;
     Kept& kept = messages_[number - first_];
     if (kept.check != Check::kUnverified) continue;
     kept.check = Check::kBeingCopied;
@@ -230,7 +238,7 @@ void Unacknowledged::end_check(const Unverified& taken, std::shared_ptr<Outgoing
 bool Unacknowledged::give_up_verifying(Released& released) {
   std::erase_if(unverified_, [&](std::uint64_t number) {
     Kept& kept = messages_[number - first_];
-    if (kept.check == Check::kBeingCopied) return false;
+    if (number >= verify_end_ || kept.check == Check::kBeingCopied) return false;
     kept.check = Check::kNone;
     drop_content(kept, released);
     return true;
@@ -241,13 +249,27 @@ bool Unacknowledged::give_up_verifying(Released& released) {
 std::shared_ptr<Outgoing> copy_of(const Outgoing& message) {
   try {
     auto m = std::make_shared<Outgoing>();
+    auto memory = std::make_unique<Memory>();
+    memory->copy.reset(new std::byte[message.name.size() + message.payload_size()]);
+    std::byte* to = memory->copy.get();
+    const auto text = [&to](std::string_view from) {
+      std::memcpy(to, from.data(), from.size());
+      return std::string_view(reinterpret_cast<const char*>(std::exchange(to, to + from.size())), from.size());
+    };
     m->header = message.header;
     m->deadline = message.deadline;
-    m->name = message.name;
-    m->body = message.body;
-    for (const OutSegment& s : message.segments) m->segments.push_back({s.data, s.size});
-    copy_payload(*m);
-    return m->immutable ? m : nullptr;
+    m->name = text(message.name);
+    m->body = text(message.body);
+    for (const OutSegment& s : message.segments) {
+      m->segments.push_back({to, s.size});
+      for (std::uint64_t done = 0, size = 0; done < s.size; done += size) {
+        size = std::min(s.size - done, kReadAtOnce);
+        if (!message.owner->read(s.data + done, size, std::exchange(to, to + size))) return nullptr;
+      }
+    }
+    m->immutable = true;
+    m->owner = std::move(memory);
+    return m;
   } catch (const std::bad_alloc&) {
     return nullptr;
   }

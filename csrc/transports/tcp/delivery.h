@@ -90,7 +90,9 @@ class Unacknowledged {
     std::uint64_t number = 0;
     std::shared_ptr<const Outgoing> message;
   };
-  bool has_unverified() const { return !unverified_.empty(); }
+  /// Begins to verify all that have been sent: the connection has broken.
+  void begin_verifying() { verify_end_ = end(); }
+  bool has_unverified() const;
   bool is_unverified(std::uint64_t number) const {
     return !has_arrived(number) && messages_[number - first_].check != Check::kNone;
   }
@@ -124,6 +126,7 @@ class Unacknowledged {
   std::uint64_t first_ = 0;
   std::deque<Kept> messages_;
   std::vector<std::uint64_t> unverified_;  // numbers of those with a check
+  std::uint64_t verify_end_ = 0;           // those from this number on were sent after the last break
   std::size_t bytes_ = 0;                  // of the copies
   std::uint64_t arrived_until_ = 0;        // the end of the last acknowledgement
 };

@@ -149,8 +149,8 @@ SendState ResumableLink::flush() {
 /// Sends the messages that have not arrived over an earlier connection, in the order of their numbers. Returns kSent if
 /// all have begun. A large one may still be under way.
 SendState ResumableLink::send_again() {
-  SendState state = SendState::kSent;
   waits_for_check_ = false;
+  SendState state = ack_ ? send_ack() : SendState::kSent;  // a part of it may have been sent
   while (again_ != kNone && state == SendState::kSent) state = send_next_again();
   return state;
 }
@@ -329,7 +329,7 @@ void ResumableLink::verify() {
     std::optional<Unacknowledged::Unverified> next;
     {
       std::lock_guard lock(kept_mutex_);
-      next = unacknowledged_.take_unverified();
+      if (!closed_) next = unacknowledged_.take_unverified();
     }
     if (!next) return;
     auto copy = copy_of(*next->message);
@@ -379,6 +379,8 @@ std::uint64_t ResumableLink::suspend() {
   ack_.reset();
   for (Place* place : {&front_, &between_}) place->rewinds = place->begun;
   base_ = received_.count();
+  std::lock_guard lock(kept_mutex_);
+  unacknowledged_.begin_verifying();
   return base_;
 }
 

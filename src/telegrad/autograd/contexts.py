@@ -74,6 +74,7 @@ class Contexts:
         """Ended contexts: for each peer, the requests that it has announced less those that have arrived. Never 0."""
         self.broken: dict[int, Context] = {}
         """Contexts with a tombstone that a loss has ended. What is sent in them raises an error."""
+        self._orphans: dict[int, Context] = {}  # the last ones that a loss has ended without a tombstone
         self.plain: PlainContext = PlainContext(worker_id)
         self.leaked: int = 0
         """Number of contexts opened by this worker that were still open when the worker was closed."""
@@ -155,8 +156,12 @@ class Contexts:
             context.lost_worker = lost_worker
             if context.requests_received and context.id >> ID_BITS != self.worker_id:
                 self._add_tombstone(context.id, {peer: -count for peer, count in context.requests_received.items()})
-                if lost_worker is not None:
-                    self.broken[context.id] = context
+            if lost_worker is not None and context.id in self.tombstones:
+                self.broken[context.id] = context
+            elif lost_worker is not None:
+                self._orphans[context.id] = context
+                if len(self._orphans) > _MAX_TOMBSTONES:
+                    del self._orphans[next(iter(self._orphans))]
         self._release(context, why)
 
     def on_ended(
@@ -184,8 +189,9 @@ class Contexts:
                 tombstone = {sender: -count for sender, count in received.items()}
                 self._add_tombstone(context_id, tombstone)
             if lost_worker is not None:
-                broken = self.broken[context_id] = context or Context(context_id)
+                broken = context or Context(context_id)
                 broken.lost_worker, broken.ended = lost_worker, context is None
+                self.broken[context_id] = broken
             self._adjust(context_id, tombstone, peer, requests)
         if context is not None:
             self._release(context, f"worker {peer} ended it")
@@ -292,6 +298,7 @@ class Contexts:
             self.table.clear()
             self.tombstones.clear()
             self.broken.clear()
+            self._orphans.clear()
         self.leaked += sum(context.id >> ID_BITS == self.worker_id for context in contexts)
         for context in [*contexts, self.plain]:
             context.requests_sent, context.sent_in = {}, {}
@@ -302,7 +309,7 @@ class Contexts:
         """Discard the state in a forked child: no thread will release the parent's locks."""
         self._closed = True
         self._lock = threading.Lock()
-        self.table, self.tombstones, self.broken = {}, {}, {}
+        self.table, self.tombstones, self.broken, self._orphans = {}, {}, {}, {}
 
     # ---- messages
 
@@ -328,6 +335,12 @@ class Contexts:
             if request and peer != self.worker_id and not context.is_plain:
                 self._count(context, peer, epoch)
         return message
+
+    def find_loss(self, context_id: int) -> WorkerLost | None:
+        """Return the error of a context that a loss has ended, by its id."""
+        with self._lock:
+            context = self.broken.get(context_id) or self._orphans.get(context_id)
+        return None if context is None else self.loss_of(context)
 
     def loss_of(self, context: Context) -> WorkerLost:
         """Return the error of a context that a loss has ended."""

@@ -103,8 +103,8 @@ class Autograd:
     def _on_context_end(self, context: Context, why: str) -> None:
         if context.passes:
             what = f"autograd context {context.id} has ended while a backward pass ran in it: {why}."
-            loss = None if context.lost_worker is None else self.contexts.loss_of(context)
-            self.passes.on_context_end(context, loss or TelegradError(what))
+            lost = context.lost_worker is not None
+            self.passes.on_context_end(context, lambda: self.contexts.loss_of(context) if lost else TelegradError(what))
 
     # ---- code that runs in a context
 

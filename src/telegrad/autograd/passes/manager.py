@@ -10,7 +10,7 @@ drops its state of earlier passes, and ignores their late messages.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -250,7 +250,7 @@ class BackwardManager:
             return
 
         if task is None:
-            self._reply_slow(request, [], None)
+            self._reply_without_pass(request, context)
             return
         if profile is not None:
             task.on_profile(profile)
@@ -268,7 +268,7 @@ class BackwardManager:
             if context is None:
                 self.worker.handlers.fail(request, self._unknown_context(context_id, peer))
             else:
-                self._reply_slow(request, [], None)
+                self._reply_without_pass(request, context)
             return
         task.on_messages(peer, messages, partial(self._reply, peer, connection, call))
 
@@ -280,9 +280,9 @@ class BackwardManager:
             self._reply_slow(RequestInfo(peer, connection, call, 0), messages, profile)
 
     def _unknown_context(self, context_id: int, peer: int) -> TelegradError:
-        broken = self._contexts.broken.get(context_id)
-        if broken is not None:
-            return self._contexts.loss_of(broken)
+        loss = self._contexts.find_loss(context_id)
+        if loss is not None:
+            return loss
         name = self.worker.info.name
         if self.worker.references.epoch_of(peer) > 0:  # a session with the peer has ended
             why = f"its records of the autograd context {context_id} ended with an earlier connection"
@@ -291,6 +291,13 @@ class BackwardManager:
             f"Could not find autograd context with id: {context_id}. It has been left, or this worker ({name}) has lost"
             " its records."
         )
+
+    def _reply_without_pass(self, request: RequestInfo, context: Context) -> None:
+        """Reply to messages of a pass that is over, maybe by a loss."""
+        if context.lost_worker is None:
+            self._reply_slow(request, [], None)
+        else:
+            self.worker.handlers.fail(request, self._contexts.loss_of(context))
 
     def _reply_slow(self, request: RequestInfo, messages: list[WireMessage], profile: Profile | None) -> None:
         encoder, handlers = self.worker.messages, self.worker.handlers
@@ -331,13 +338,13 @@ class BackwardManager:
             dropped = _drop_finished(context, root, min_live)
         del dropped
 
-    def on_context_end(self, context: Context, why: TelegradError) -> None:
-        """Abort the passes of a context that has ended."""
+    def on_context_end(self, context: Context, error: Callable[[], TelegradError]) -> None:
+        """Abort the passes of a context that has ended; `error` makes an error for each."""
         with context.lock:
             tasks, context.passes = list(context.passes.values()), {}
         for task in tasks:
             if not task.is_idle:
-                task.abort(why)
+                task.abort(error())
 
     def peer_lost(self, context: Context, peer: int, why: str) -> None:
         """Notify the passes of a context that a worker is lost."""
