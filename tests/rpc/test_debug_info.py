@@ -208,7 +208,7 @@ def test_it_does_not_wait_for_a_held_table(clean: Cluster) -> None:
 
 
 def test_peers() -> None:
-    with cluster(3, graceful=False) as group:
+    with cluster(3, rpc.Options(transports=("shm", "tcp")), graceful=False) as group:
         rpc.rpc_sync("w1", max, args=(1, 2))
         eventually(lambda: group[0].debug_info().peers[0].state == "connected")
         one, two = group[0].debug_info().peers
