@@ -336,11 +336,11 @@ class Contexts:
                 self._count(context, peer, epoch)
         return message
 
-    def find_loss(self, context_id: int) -> WorkerLost | None:
-        """Return the error of a context that a loss has ended, by its id."""
+    def find_loss(self, context_id: int, peer: int) -> WorkerLost | None:
+        """Return the error of a context that the loss of another worker has ended."""
         with self._lock:
             context = self.broken.get(context_id) or self._orphans.get(context_id)
-        return None if context is None else self.loss_of(context)
+        return None if context is None or context.lost_worker == peer else self.loss_of(context)
 
     def loss_of(self, context: Context) -> WorkerLost:
         """Return the error of a context that a loss has ended."""

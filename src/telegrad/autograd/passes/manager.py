@@ -280,7 +280,7 @@ class BackwardManager:
             self._reply_slow(RequestInfo(peer, connection, call, 0), messages, profile)
 
     def _unknown_context(self, context_id: int, peer: int) -> TelegradError:
-        loss = self._contexts.find_loss(context_id)
+        loss = self._contexts.find_loss(context_id, peer)
         if loss is not None:
             return loss
         name = self.worker.info.name
@@ -297,7 +297,7 @@ class BackwardManager:
         if context.lost_worker is None:
             self._reply_slow(request, [], None)
         else:
-            self.worker.handlers.fail(request, self._contexts.loss_of(context))
+            self.worker.handlers.fail(request, self._unknown_context(context.id, request.peer))
 
     def _reply_slow(self, request: RequestInfo, messages: list[WireMessage], profile: Profile | None) -> None:
         encoder, handlers = self.worker.messages, self.worker.handlers
