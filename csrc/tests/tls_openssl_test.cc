@@ -161,6 +161,26 @@ CASE(a_truncated_record_delivers_nothing) {
   }
 }
 
+/// Another thread may send before the link knows of the end. The connection has broken, and nothing was changed.
+CASE(a_write_after_the_end_of_the_socket) {
+  auto [a_end, b_end] = sockets();
+  const LinkSecurityPtr security = with_key();
+  const auto a = make_tls_stream(std::move(a_end), security, true);
+  const auto b = make_tls_stream(std::move(b_end), security, false);
+  char sent = 'x', received[8];
+  const iovec out{&sent, 1}, in{received, sizeof received};
+  for (int turn = 0; turn < 10 && a->write(&out, 1) != 1; ++turn) {
+    b->read(&in, 1, true);
+    a->read(&in, 1, true);
+  }
+  CHECK_EQ(b->read(&in, 1, true), 1);
+  CHECK_EQ(::shutdown(b->fd(), SHUT_WR), 0);  // the socket takes what `a` sends
+  CHECK_EQ(a->read(&in, 1, true), 0);
+  CHECK_EQ(a->write(&out, 1), -1);
+  CHECK_EQ(errno, EPIPE);
+  CHECK_EQ(a->error(), "");
+}
+
 CASE(records_cannot_be_dropped_repeated_or_reordered) {
   for (const std::string how : {"dropped", "repeated", "reordered"}) {
     Established wire;

@@ -43,6 +43,7 @@ class TlsStream final : public ByteStream {
   bool shake_hands();
   bool check_peer();
   bool encrypt(const void* data, std::size_t size);
+  bool fail_to_write();
   int flush_locked();
   ssize_t read_some(std::byte* to, std::size_t size);
   ssize_t peek();

@@ -236,11 +236,20 @@ int TlsStream::flush() {
   return flush_locked();
 }
 
+/// Sets errno, and returns false. OpenSSL encrypts nothing more once a read has seen the end of the socket: the connection
+/// has broken, and no byte was wrong.
+bool TlsStream::fail_to_write() {
+  const std::string reasons = openssl_errors();
+  if (!ended_ && socket_error_ == 0) return fail(refusal(reasons)) == 0;
+  errno = socket_error_ != 0 ? socket_error_ : EPIPE;
+  return false;
+}
+
 bool TlsStream::encrypt(const void* data, std::size_t size) {
   std::size_t done = 0;
   ERR_clear_error();
   for (const auto* at = static_cast<const std::byte*>(data); size > 0; at += done, size -= done) {
-    if (SSL_write_ex(ssl_.get(), at, size, &done) != 1) return fail(refusal(openssl_errors())) == 0;
+    if (SSL_write_ex(ssl_.get(), at, size, &done) != 1) return fail_to_write();
     encrypted_ += done;
   }
   return true;
@@ -254,7 +263,7 @@ ssize_t TlsStream::write(const iovec* parts, int count) {
   if (flush_locked() != 0) return -1;
   if (encrypted_ >= context_->key_update()) {
     encrypted_ = 0;
-    if (SSL_key_update(ssl_.get(), SSL_KEY_UPDATE_NOT_REQUESTED) != 1) return fail(refusal(openssl_errors()));
+    if (SSL_key_update(ssl_.get(), SSL_KEY_UPDATE_NOT_REQUESTED) != 1) return fail_to_write() ? 0 : -1;
   }
   std::byte record[kRecord];  // small parts share a record
   std::size_t gathered = 0, accepted = 0;
