@@ -236,8 +236,8 @@ int TlsStream::flush() {
   return flush_locked();
 }
 
-/// Sets errno, and returns false. OpenSSL encrypts nothing more once a read has seen the end of the socket: the connection
-/// has broken, and no byte was wrong.
+/// Sets errno, and returns false. OpenSSL encrypts nothing more once a read has seen the end of the socket: the
+/// connection has broken, and no byte was wrong.
 bool TlsStream::fail_to_write() {
   const std::string reasons = openssl_errors();
   if (!ended_ && socket_error_ == 0) return fail(refusal(reasons)) == 0;
