@@ -23,9 +23,14 @@ struct MemoryUse {
   static MemoryUse& of_process() { return *process_.load(std::memory_order_acquire); }
   /// Begins again, in a forked process: its workers have nothing of what the parent's use. The old one, which the
   /// parent's objects refer to, is never destroyed.
-  static void after_fork() { process_.store(new MemoryUse, std::memory_order_release); }
+  static void after_fork() {
+    auto* const use = new MemoryUse;
+    use->of_parent_ = process_.load(std::memory_order_acquire);
+    process_.store(use, std::memory_order_release);
+  }
 
  private:
+  MemoryUse* of_parent_ = nullptr;
   static std::atomic<MemoryUse*> process_;
 };
 

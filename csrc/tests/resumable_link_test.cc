@@ -168,7 +168,8 @@ CASE(acknowledgements_do_not_wait_for_a_check) {
   Unverified u([] { return true; });
   Random random(18);
   for (std::uint64_t n = 0; n < kMessagesPerAck; ++n) {
-    Outgoing m = random_message(random, 8).outgoing();
+    const Message sent = random_message(random, 8);
+    Outgoing m = sent.outgoing();
     CHECK(u.b.link->send(m) == SendState::kSent);
   }
   for (int n = 0; n < 3; ++n) CHECK_EQ(u.exchange(), 1u);
