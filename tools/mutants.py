@@ -70,19 +70,18 @@ class Builder:
         """
         self._run("cmake", "--build", self._folder, "--target", *sorted(tests))
 
-    def passes(self, test: str, case: str) -> bool:
-        """Return whether a test program passes within the limit."""
+    def ends(self, test: str, case: str) -> str:
+        """Return how a test program ends: it passes, fails, or hangs."""
         command = [str(self._folder / test), *([case] if case else [])]
         try:
-            return (
-                subprocess.run(command, env=self._env, capture_output=True, timeout=LIMIT, check=False).returncode == 0
-            )
+            done = subprocess.run(command, env=self._env, capture_output=True, timeout=LIMIT, check=False)
         except subprocess.TimeoutExpired:
-            return False
+            return "hangs"
+        return "fails" if done.returncode else "passes"
 
 
-def survives(mutant: Mutant, tree: Path, builder: Builder) -> bool:
-    """Return whether the test passes without the rule.
+def end_without(mutant: Mutant, tree: Path, builder: Builder) -> str:
+    """Return how the test ends without the rule.
 
     Raises:
         RuntimeError: The rule is not where the table says, or the mutant does not compile.
@@ -94,7 +93,7 @@ def survives(mutant: Mutant, tree: Path, builder: Builder) -> bool:
     path.write_text(text.replace(mutant.old, mutant.new))
     try:
         builder.build({mutant.test})
-        return builder.passes(mutant.test, mutant.case)
+        return builder.ends(mutant.test, mutant.case)
     finally:
         path.write_text(text)
 
@@ -106,20 +105,20 @@ def main() -> int:
     copy(tree)
     builder = Builder(Path(venv).resolve(), tree)
     builder.build({m.test for m in mutants})
-    failed = [m.test for m in mutants if not builder.passes(m.test, m.case)]
+    failed = [m.test for m in mutants if builder.ends(m.test, m.case) != "passes"]
     if failed:
         print(f"fail without any mutant: {', '.join(failed)}")
         return 1
     alive = 0
     for mutant in mutants:
         try:
-            survived = survives(mutant, tree, builder)
+            end = end_without(mutant, tree, builder)
         except RuntimeError as e:
             print(f"BROKEN   {mutant.name}\n{e}", flush=True)
             alive += 1
             continue
-        alive += survived
-        print(f"{'SURVIVED' if survived else 'killed  '} {mutant.name}: {mutant.test} {mutant.case}", flush=True)
+        alive += end == "passes"
+        print(f"{'SURVIVED' if end == 'passes' else 'killed  '} {mutant.name}: {mutant.test} {end}", flush=True)
     print(f"{len(mutants) - alive} of {len(mutants)} mutants are killed")
     return 1 if alive else 0
 

@@ -164,6 +164,7 @@ class Overload {
   std::string reason(std::int32_t peer, std::int64_t size, const Outgoing& m, const CallOptions& o)
       REQUIRES(engine_mutex);
   bool fail(std::uint64_t id, std::string why, Outgoing& m, Released& released) REQUIRES(engine_mutex);
+
   EngineParts& parts_;
   const LoadLimits limits_;
   const std::int64_t hard_requests_;

@@ -31,26 +31,8 @@ def count(name: str, *values: object) -> str:
 
 @pytest.fixture
 def options() -> Options:
-    return Options(transports=("tcp",), heartbeat=HEARTBEAT, rpc_timeout=TIMEOUT)
-
-
-@pytest.fixture
-def group(options: Options) -> Iterator[tuple[Cluster, Proxy]]:
     executed.clear()
-    with proxied(options) as both:
-        yield both
-        for worker in (both[0][0], both[0][1]):
-            assert worker._worker.members.lost == {}
-
-
-@pytest.fixture
-def w(group: tuple[Cluster, Proxy]) -> Cluster:
-    return group[0]
-
-
-@pytest.fixture
-def proxy(group: tuple[Cluster, Proxy]) -> Proxy:
-    return group[1]
+    return Options(transports=("tcp",), heartbeat=HEARTBEAT, rpc_timeout=TIMEOUT)
 
 
 def break_often(proxy: Proxy, times: int, calls: list[int]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from proxy_helpers import Proxy, proxied
+from proxy_helpers import Proxy
 
 from telegrad import rpc
 from telegrad.errors import WorkerLost
@@ -20,26 +20,17 @@ state: dict[str, Any] = {}
 
 
 @pytest.fixture(params=["tcp", "tls"])
-def group(request: pytest.FixtureRequest) -> Iterator[tuple[Cluster, Proxy]]:
-    options = Options(transports=("tcp",), rpc_timeout=TIMEOUT)
-    if request.param == "tls":
-        options.secret = "a secret of the group"
-    with proxied(options) as both:
-        state["proxy"] = both[1]
-        yield both
-        state.clear()
-        for worker in (both[0][0], both[0][1]):
-            assert worker._worker.members.lost == {}
+def options(request: pytest.FixtureRequest) -> Options:
+    secret = "a secret of the group" if request.param == "tls" else None
+    return Options(transports=("tcp",), rpc_timeout=TIMEOUT, secret=secret)
 
 
-@pytest.fixture
-def w(group: tuple[Cluster, Proxy]) -> Cluster:
-    return group[0]
-
-
-@pytest.fixture
-def proxy(group: tuple[Cluster, Proxy]) -> Proxy:
-    return group[1]
+@pytest.fixture(autouse=True)
+def clean_state(proxy: Proxy) -> Iterator[None]:
+    """Give the handlers the proxy, and drop the tensors that they hold."""
+    state["proxy"] = proxy
+    yield
+    state.clear()
 
 
 def sent_by(w: Cluster, rank: int) -> int:

@@ -206,6 +206,8 @@ def test_a_shutdown_waits_for_streams_that_are_read() -> None:
         thread = threading.Thread(target=reader)
         thread.start()
         gate.wait_for()
+        (receiver,) = Streams.of(group[0]._worker).receivers.values()
+        eventually(lambda: receiver._taken == 3 and receiver._reader is not None)  # only then the shutdown waits for it
         arrived = [worker._worker.shutdown._stages[0]._machine for worker in group]
 
         def open_late() -> None:

@@ -21,7 +21,9 @@ __all__ = ["ThreadPool"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-ONEWAY, COMPLETION, EVENT, EXIT_THREAD, NO_WORK, CANCEL = map(int, list(WorkKind)[1:7])
+# Operations of enums take microseconds. Requests and verifications stay in the core.
+ONEWAY, COMPLETION, EVENT = int(WorkKind.ONEWAY), int(WorkKind.COMPLETION), int(WorkKind.EVENT)
+EXIT_THREAD, NO_WORK, CANCEL = int(WorkKind.EXIT_THREAD), int(WorkKind.NO_WORK), int(WorkKind.CANCEL)
 
 
 class ThreadPool:
