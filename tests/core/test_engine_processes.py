@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 from engine_helpers import ECHO, EV_LOST, FORK, HOLD, NEVER, PEER_LOST, REPLIED, UNREACHABLE, WINDOW, Child, Native
+from stopped_processes import resume, stop
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_a_killed_peer_fails_its_callers_at_once(worker: Native, spawn: Callable
 def test_a_peer_is_killed_while_receiving(worker: Native, spawn: Callable[..., Child]) -> None:
     victim, other = spawn(1), spawn(2)
     assert worker.call(1)[0] == REPLIED
-    victim.kill(signal.SIGSTOP)
+    stop(victim.process.pid)
     stuck = [Waiting(worker, 1, ECHO, bytes(16 << 20)) for _ in range(2)]
     for i in range(200):  # a peer that does not read delays no other call
         assert worker.call(2, ECHO, b"%d" % i)[3] == b"%d" % i
@@ -92,9 +93,9 @@ def test_a_peer_is_killed_while_receiving(worker: Native, spawn: Callable[..., C
 
 def test_a_stopped_peer_resumes(worker: Native, spawn: Callable[..., Child]) -> None:
     child = spawn(1)
-    child.kill(signal.SIGSTOP)
+    stop(child.process.pid)
     waiting = Waiting(worker, 1, ECHO, b"hello" * 1000)
-    child.kill(signal.SIGCONT)
+    resume(child.process.pid)
     assert waiting.join()[0] == REPLIED
 
 
@@ -104,7 +105,7 @@ def test_control_c_ends_a_call(worker: Native, spawn: Callable[..., Child], tag:
     silent = spawn(1)
     caller = spawn(2, "1", silent.address, str(tag), str(size))
     assert caller.line() == f"connected {REPLIED}"
-    silent.kill(signal.SIGSTOP)
+    stop(silent.process.pid)
     caller.tell("go")
     assert caller.line() == "under way"
     caller.kill(signal.SIGINT)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from free_ports import free_port
+from stopped_processes import resume, stop
 
 from telegrad import rpc
 from telegrad.rpc import Options
@@ -93,6 +94,14 @@ class Actor:
         os.kill(self.process.pid, with_signal)
         self.process.join(TIMEOUT)
         assert self.process.exitcode == -with_signal
+
+    def stop(self) -> float:
+        """Stop the process; return the time of the signal."""
+        return stop(self.process.pid)
+
+    def resume(self) -> float:
+        """Let the stopped process go on; return the time."""
+        return resume(self.process.pid)
 
     def leave(self) -> int | None:
         """Let the process end like a finished program; return its exit code."""

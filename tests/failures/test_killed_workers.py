@@ -208,11 +208,10 @@ def test_death_of_the_stores_host(tmp_path: Path, how: signal.Signals) -> None:
 def test_a_stopped_process_is_not_lost(four: list[Actor]) -> None:
     """The process may resume, so calls to it wait until their timeouts."""
     four[0].do(call_many, "w3", 1)
-    assert four[3].process.pid is not None
-    os.kill(four[3].process.pid, signal.SIGSTOP)
+    four[3].stop()
     step = four[0].begin(call_many, "w3", 1)
     assert four[0].do(call_many, "w1", 10) == 10
-    os.kill(four[3].process.pid, signal.SIGCONT)
+    four[3].resume()
     assert step.result() == 1
 
 

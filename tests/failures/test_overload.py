@@ -2,8 +2,6 @@
 
 import asyncio
 import dataclasses
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from contextvars import copy_context
@@ -252,12 +250,11 @@ def limits_here() -> dict[str, Any]:
 def test_a_callee_that_does_not_read(actor_pair: list[Actor]) -> None:
     caller, callee = actor_pair
     assert caller.do(call_many, "w1", 2) == 2
-    assert callee.process.pid is not None
-    os.kill(callee.process.pid, signal.SIGSTOP)
+    callee.stop()
     caller.do(send_from_event_loop, 40, MIB)
     used, limit = caller.do(limits_here)["send_queue_bytes"]
     assert QUEUE // 2 < used <= limit == QUEUE
-    os.kill(callee.process.pid, signal.SIGCONT)
+    callee.resume()
     found = caller.do(results)
     made = found.count(str(MIB))
     assert 4 <= made < 40
@@ -271,12 +268,11 @@ def test_a_callee_that_does_not_read(actor_pair: list[Actor]) -> None:
 
 def test_a_callee_that_cannot_be_reached(actor_pair: list[Actor]) -> None:
     caller, callee = actor_pair
-    assert callee.process.pid is not None
-    os.kill(callee.process.pid, signal.SIGSTOP)  # it has no connection yet, and accepts none
+    callee.stop()  # it has no connection yet, and accepts none
     caller.do(send_from_event_loop, 20, 1)
     used, limit = caller.do(limits_here)["max_waiting_messages"]
     assert used == limit == 4
-    os.kill(callee.process.pid, signal.SIGCONT)
+    callee.resume()
     found = caller.do(results)
     made = found.count("1")
     assert 1 <= made <= 4
@@ -286,12 +282,11 @@ def test_a_callee_that_cannot_be_reached(actor_pair: list[Actor]) -> None:
 def test_a_callee_that_cannot_be_reached_and_large_calls(tmp_path: Path) -> None:
     """Bytes that wait for a connection count, and are sent once it is open."""
     with actors(2, tmp_path, send_queue_bytes=MIB, transports=("tcp",)) as (caller, callee):
-        assert callee.process.pid is not None
-        os.kill(callee.process.pid, signal.SIGSTOP)  # it has no connection yet
+        callee.stop()  # it has no connection yet
         caller.do(send_from_event_loop, 100, MIB)  # any size may be the first
         used, limit = caller.do(limits_here)["send_queue_bytes"]
         assert limit == MIB <= used < 2 * MIB
-        os.kill(callee.process.pid, signal.SIGCONT)
+        callee.resume()
         assert caller.do(results) == [str(MIB)] + ["send_queue_bytes"] * 99
         assert caller.do(call_many, "w1", 2) == 2
         assert caller.do(limits_here)["send_queue_bytes"][0] == 0

@@ -1,7 +1,5 @@
 """Replies to a caller that does not read cost the callee little memory."""
 
-import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -89,12 +87,11 @@ def test_replies_to_a_stopped_caller_wait_with_their_requests(two: list[Actor], 
     caller.do(call_many, "w1", 2)
     caller.do(ask, flood.replies)
     eventually(lambda: callee.do(have_all_arrived, flood.replies))
-    assert caller.process.pid is not None
-    os.kill(caller.process.pid, signal.SIGSTOP)
+    caller.stop()
     before = callee.do(memory)
     callee.do(begin_to_answer)
     eventually(lambda: callee.do(is_idle))
     assert callee.do(memory) - before < flood.most, f"of {flood.replies} MiB"
     assert other.do(call_many, "w1", 10) == 10
-    os.kill(caller.process.pid, signal.SIGCONT)
+    caller.resume()
     assert caller.do(number_of_correct_results) == flood.replies

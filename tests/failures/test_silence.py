@@ -1,8 +1,6 @@
 """Silent workers are lost; slow and busy ones are not."""
 
 import ctypes
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,13 +27,6 @@ def four(request: Any, tmp_path: Path) -> Iterator[list[Actor]]:
     options = {"transports": (request.param,), "heartbeat": INTERVAL, "local_heartbeat": INTERVAL, "rpc_timeout": 0}
     with actors(4, tmp_path, handshake_timeout=INTERVAL, connect_timeout=INTERVAL, **options) as group:
         yield group
-
-
-def stop(actor: Actor) -> float:
-    """Stop a process; return the time."""
-    assert actor.process.pid is not None
-    os.kill(actor.process.pid, signal.SIGSTOP)
-    return time.monotonic()
 
 
 # ---- steps
@@ -136,7 +127,7 @@ def test_everything_that_waits_for_a_stopped_process_ends(four: list[Actor]) -> 
     waits = {name: first.begin(failure, function, *args) for name, (function, args) in WAITS.items()}
     lost = second.begin(incarnation_lost, "w3")
     eventually(lambda: first.do(is_passing))
-    begun = stop(silent)
+    begun = silent.stop()
     for name, step in waits.items():
         kind, text = step.result()
         assert kind in ("WorkerLost", "OwnerLost"), (name, kind, text)
@@ -159,7 +150,7 @@ def test_a_graceful_shutdown_does_not_wait_for_a_silent_member(four: list[Actor]
     first, second, third, silent = four
     for actor in (first, second, third):
         actor.do(call_many, "w3", 2)
-    begun = stop(silent)
+    begun = silent.stop()
     leaving = [actor.begin(leave_without_a_timeout) for actor in (first, second, third)]
     for step in leaving:
         step.result()
@@ -230,7 +221,7 @@ def test_a_silent_member_of_another_host_is_lost(tmp_path: Path, connected: bool
         first.do(see_other_hosts)
         if connected:
             assert first.do(call_many, "w1", 2) == 2
-        begun = stop(silent)
+        begun = silent.stop()
         eventually(lambda: "w1" in first.do(lost_members), timeout=1.0 + 2 * LIMIT + SLACK)
         assert time.monotonic() - begun >= 1.0
 
@@ -261,11 +252,6 @@ def unwatched(request: Any, tmp_path: Path) -> Iterator[list[Actor]]:
         yield group
 
 
-def resume(actor: Actor) -> None:
-    assert actor.process.pid is not None
-    os.kill(actor.process.pid, signal.SIGCONT)
-
-
 def append(number: int) -> int:
     state.setdefault("numbers", []).append(number)
     return -number
@@ -286,12 +272,12 @@ def appended() -> list[int]:
 def test_calls_to_a_stopped_process_run_once_when_it_resumes(unwatched: list[Actor]) -> None:
     first, stopped, other = unwatched
     assert first.do(call_many, "w1", 1) == 1
-    stop(stopped)
+    stopped.stop()
     first.do(begin_to_append, "w1", 50)
     waiting = first.begin(appended)
     assert first.do(call_many, "w2", 10) == other.do(call_many, "w0", 10) == 10
     assert not waiting.is_over
-    resume(stopped)
+    stopped.resume()
     assert waiting.result() == [-number for number in range(50)]
     assert sorted(stopped.do(numbers)) == list(range(50))
     shut_all_down(unwatched)
@@ -305,10 +291,10 @@ def call_with_deadline(to: str, seconds: float) -> int:
 def test_a_deadline_ends_a_call_to_a_stopped_process(unwatched: list[Actor]) -> None:
     first, stopped, _ = unwatched
     assert first.do(call_many, "w1", 1) == 1
-    begun = stop(stopped)
+    begun = stopped.stop()
     assert first.do(failure, call_with_deadline, "w1", 0.3)[0] == "RpcTimeout"
     assert 0.3 <= time.monotonic() - begun < 0.3 + SLACK
-    resume(stopped)
+    stopped.resume()
     assert first.do(call_with_deadline, "w1", 0) == 5
     shut_all_down(unwatched)
 
@@ -317,7 +303,7 @@ def test_a_shutdown_with_a_limit_names_a_stopped_process(unwatched: list[Actor])
     """Then the processes of the others end without an error."""
     first, second, stopped = unwatched
     assert first.do(call_many, "w2", 1) == second.do(call_many, "w2", 1) == 1
-    begun = stop(stopped)
+    begun = stopped.stop()
     leaving = [actor.begin(failure, rpc.shutdown, True, 1.0) for actor in (first, second)]
     for step in leaving:
         kind, text = step.result()

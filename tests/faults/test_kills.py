@@ -35,10 +35,10 @@ def three(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Actor
         yield group
 
 
-def send_signal(actor: Actor, with_signal: signal.Signals) -> float:
-    """Send a signal to a process; return the time."""
+def kill(actor: Actor) -> float:
+    """Kill a process; return the time."""
     assert actor.process.pid is not None
-    os.kill(actor.process.pid, with_signal)
+    os.kill(actor.process.pid, signal.SIGKILL)
     return time.monotonic()
 
 
@@ -127,12 +127,12 @@ def connect_to_others(three: list[Actor], dead: int) -> None:
 def test_a_callee_is_killed_while_it_receives(three: list[Actor]) -> None:
     caller, callee, _ = three
     connect_to_others(three, dead=1)
-    send_signal(callee, signal.SIGSTOP)
+    callee.stop()
     sent = caller.do(stats)["sent_messages"]
     waiting = caller.begin(loss, push, "w1")
     eventually(lambda: caller.do(stats)["sent_messages"] > sent)
     assert not waiting.is_over
-    begun = send_signal(callee, signal.SIGKILL)
+    begun = kill(callee)
     assert waiting.result() == "WorkerLost"
     assert time.monotonic() - begun < LOST
     check_survivors(three, dead=1)
@@ -144,12 +144,12 @@ def test_a_callee_is_killed_while_it_sends(three: list[Actor]) -> None:
     connect_to_others(three, dead=1)
     waiting = caller.begin(loss, pull, "w1")
     eventually(lambda: callee.do(is_asked))
-    send_signal(caller, signal.SIGSTOP)
+    caller.stop()
     sent = callee.do(stats)["sent_messages"]
     callee.do(answer)
     eventually(lambda: callee.do(stats)["sent_messages"] > sent)
-    send_signal(callee, signal.SIGKILL)
-    begun = send_signal(caller, signal.SIGCONT)
+    kill(callee)
+    begun = caller.resume()
     assert waiting.result() == "WorkerLost"
     assert time.monotonic() - begun < LOST
     check_survivors(three, dead=1)
@@ -159,12 +159,12 @@ def test_a_caller_is_killed_while_it_sends(three: list[Actor]) -> None:
     """The callee has half a request, which it drops."""
     caller, callee, _ = three
     connect_to_others(three, dead=0)
-    send_signal(callee, signal.SIGSTOP)
+    callee.stop()
     sent = caller.do(stats)["sent_messages"]
     caller.begin(push, "w1")
     eventually(lambda: caller.do(stats)["sent_messages"] > sent)
-    send_signal(caller, signal.SIGKILL)
-    send_signal(callee, signal.SIGCONT)
+    kill(caller)
+    callee.resume()
     check_survivors(three, dead=0)
 
 
@@ -175,7 +175,7 @@ def test_an_owner_is_killed_while_it_makes_a_value(three: list[Actor]) -> None:
     user, owner, other = three
     waiting = user.begin(loss, fetch_hanging, "w1")
     eventually(lambda: owner.do(is_serving))
-    begun = send_signal(owner, signal.SIGKILL)
+    begun = kill(owner)
     assert waiting.result() in ("OwnerLost", "WorkerLost")
     assert time.monotonic() - begun < LOST
     check_clean(user, other)
@@ -193,7 +193,7 @@ def test_any_worker_is_killed_in_a_graceful_shutdown(three: list[Actor], victim:
     dying.do(faults.add, Rule("delay", victim, "*", "shutdown"))
     leaving = {actor.name: actor.begin(leave) for actor in three}
     dying.do(faults.wait, 1)
-    begun = send_signal(dying, signal.SIGKILL)
+    begun = kill(dying)
     for actor in rest:
         leaving[actor.name].result()
         assert actor.leave() == 0

@@ -150,6 +150,8 @@ def three(tmp_path: Path) -> Iterator[list[Actor]]:
 
 def strike(victim: Actor, with_signal: signal.Signals) -> float:
     """Kill or stop the victim; return the time."""
+    if with_signal == signal.SIGSTOP:
+        return victim.stop()
     assert victim.process.pid is not None
     os.kill(victim.process.pid, with_signal)
     return time.monotonic()

@@ -104,18 +104,6 @@ def die_at(step: str) -> None:
     setattr(owner, name, run)
 
 
-def stop(actor: Actor) -> None:
-    assert actor.process.pid is not None
-    os.kill(actor.process.pid, signal.SIGSTOP)
-    status = Path(f"/proc/{actor.process.pid}/stat")
-    eventually(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
-
-
-def resume(actor: Actor) -> None:
-    assert actor.process.pid is not None
-    os.kill(actor.process.pid, signal.SIGCONT)
-
-
 def assert_reached(actor: Actor, name: str, caller: Actor) -> None:
     """Assert that calls get to a new process.
 
@@ -189,7 +177,7 @@ def test_stopped_member_does_not_delay_a_newcomer(four: list[Actor], where: str)
     first, stopped, second, third = four
     for actor in (first, stopped):
         actor.do(join, actor.name, where)
-    stop(stopped)
+    stopped.stop()
     assert second.do(join, second.name, where) < SOON
     assert second.do(names) == ["w0", "w1", "w2"]
     eventually(is_settled(first, ["w0", "w2"]), timeout=TIMEOUT)
@@ -197,7 +185,7 @@ def test_stopped_member_does_not_delay_a_newcomer(four: list[Actor], where: str)
     kind, text = first.do(failure, call, "w1", abs, -1)
     assert kind == "WorkerLost"
     assert "it has not renewed its lease for" in text
-    resume(stopped)
+    stopped.resume()
     eventually(lambda: "worker w1 is out of its group: it has not renewed its lease" in stopped.stderr())
     eventually(lambda: "out of its group" in stopped.do(failure, call, "w0", abs, -1)[1])
     for actor in (second, third, first):
@@ -210,13 +198,13 @@ def test_replaced_process_gets_no_calls(four: list[Actor], where: str) -> None:
     for actor in (first, zombie):
         actor.do(join, actor.name, where)
     old_pid, old = first.do(process_of, "w1"), zombie.do(incarnation)
-    stop(zombie)
+    zombie.stop()
     assert successor.do(join, "w1", where) >= LEASE / 2  # after the lease has expired
     assert successor.do(incarnation) > old
     assert_reached(successor, "w1", first)
     new_pid = first.do(process_of, "w1")
     assert old_pid != new_pid == successor.process.pid
-    resume(zombie)
+    zombie.resume()
     eventually(lambda: "worker w1 is out of its group" in zombie.stderr())
     assert first.do(process_of, "w1") == new_pid
     assert successor.do(process_of, "w0") == first.process.pid
@@ -242,7 +230,7 @@ def test_calls_to_a_killed_process_never_reach_its_successor(four: list[Actor], 
     for actor in (first, old):
         actor.do(join, actor.name, where)
     first.do(hold_reference, "w1")
-    stop(old)
+    old.stop()
     first.do(begin_to_record, "w1", 500)
     old.end()
     assert successor.do(join, "w1", where) < SOON
@@ -405,10 +393,10 @@ def test_peers_fence_a_replaced_process_that_hears_nothing_from_the_store(four: 
         actor.do(join, actor.name, where)
     zombie.do(hold_reference, "w0")
     zombie.do(blind)
-    stop(zombie)
+    zombie.stop()
     successor.do(join, "w1", where)
     assert_reached(successor, "w1", first)
-    resume(zombie)
+    zombie.resume()
     assert_fenced(zombie, "another process has taken its name, as worker w0 reports")
     assert first.do(process_of, "w1") == successor.process.pid
     assert successor.do(process_of, "w0") == first.process.pid
@@ -423,10 +411,10 @@ def test_replaced_rank_of_a_static_group_is_fenced(four: list[Actor], file: str,
     zombie.do(hold_reference, "w0")
     if is_blind:
         zombie.do(blind)
-    stop(zombie)
+    zombie.stop()
     successor.do(join_static, "w1", 1, 2, file)
     assert_reached(successor, "w1", first)
-    resume(zombie)
+    zombie.resume()
     zombie.do(failure, call, "w0", abs, -1)
     assert_fenced(zombie, "another process has taken its name, as worker w0 reports" if is_blind else "")
     assert first.do(process_of, "w1") == successor.process.pid

@@ -1,7 +1,5 @@
 """Shutdowns with a store that does not reply: they end within their timeout."""
 
-import os
-import signal
 import threading
 import time
 from datetime import timedelta
@@ -33,13 +31,12 @@ def test_a_member_leaves_while_the_stores_host_is_stopped(tmp_path: Path, caplog
         host.do(host_store, port)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT))  # type: ignore[attr-defined]
         worker = Worker("w0", store=store)
-        assert host.process.pid is not None
-        os.kill(host.process.pid, signal.SIGSTOP)
+        host.stop()
         start = time.monotonic()
         run_all([lambda: worker.shutdown(timeout=SOON)], timeout=END)
         assert time.monotonic() - start < END
         assert worker._worker.closed
-        os.kill(host.process.pid, signal.SIGCONT)
+        host.resume()
     assert (
         "w0 leaves its group without the store; its host does not reply: the host of the group's store" in caplog.text
     )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from shared_memory_helpers import place
+from stopped_processes import resume, stop
 
 from telegrad import autograd, rpc
 from telegrad.options import TRANSPORTS, Options
@@ -382,14 +383,14 @@ def _slow(rank: int, n: int, init_method: str) -> Any:
     x = torch.ones(N)
     pid = rpc.rpc_sync("w1", os.getpid)
     values(rpc.multicast((1, 2), total, (x,)))
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         begin = time.monotonic()
         pairs = [rpc.multicast((1, 2), total, (x,)) for _ in range(10)]
         assert values([other for _, other in pairs]) == [N] * 10
         took = time.monotonic() - begin
     finally:
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
     assert values([one for one, _ in pairs]) == [N] * 10
     rpc.shutdown(graceful=False)
     return took

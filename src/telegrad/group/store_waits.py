@@ -100,7 +100,7 @@ class BoundedStore:
     """Store with a timeout for all operations.
 
     Args:
-        store: Store store.
+        store: The store.
         left: Returns the limit of the next operation in seconds; 0 for none.
     """
 

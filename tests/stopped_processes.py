@@ -1,0 +1,35 @@
+"""Processes that a test stops with SIGSTOP."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from telegrad.testing import eventually
+
+
+def stop(pid: int | None) -> float:
+    """Stop a process and wait until each of its threads stands still; return the time of the signal.
+
+    A busy machine may take a while to get to the thread that receives the signal, and the others run until then.
+    """
+    assert pid is not None
+    begun = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()))
+    return begun
+
+
+def resume(pid: int | None) -> float:
+    """Let a stopped process go on; return the time."""
+    assert pid is not None
+    os.kill(pid, signal.SIGCONT)
+    return time.monotonic()
+
+
+def _is_stopped(task: Path) -> bool:
+    try:
+        status = (task / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended
+        return True
+    return status.rpartition(")")[2].split()[0] in "TZX"
