@@ -1,13 +1,15 @@
 """Warnings about handlers that run for long: the option `stuck_handler_timeout`."""
 
+import asyncio
 import re
 import threading
 import time
 
 import pytest
+import torch
 
 from telegrad import rpc
-from telegrad.testing import Cluster, Gate, cluster, eventually
+from telegrad.testing import Cluster, Gate, Local, cluster, eventually
 from telegrad.worker import Worker
 from telegrad.worker.diagnostics.running import RunningHandlers
 from telegrad.worker.diagnostics.watchdog import Watchdog
@@ -35,14 +37,19 @@ class Clocked:
         self.passed = 0
         self.later = Later()
         running = RunningHandlers(
-            worker.pool, worker.find_request, worker.members.name_of, lambda: time.monotonic_ns() + self.passed * 10**9
+            worker.pool,
+            worker.loop,
+            worker.handlers.deferred_requests,
+            worker.find_request,
+            worker.members.name_of,
+            lambda: time.monotonic_ns() + self.passed * 10**9,
         )
         self.watchdog = Watchdog(worker.info.name, timeout, running, self.later)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     texts = [record.getMessage() for record in caplog.records if record.name == "telegrad"]
-    return [text for text in texts if "has run for" in text]
+    return [text for text in texts if "longer than stuck_handler_timeout" in text]
 
 
 def test_a_stuck_handler_is_reported_once(clean: Cluster, caplog: pytest.LogCaptureFixture) -> None:
@@ -79,6 +86,75 @@ def test_each_handler_is_reported(clean: Cluster, caplog: pytest.LogCaptureFixtu
     assert not clocked.watchdog._reported
 
 
+class Waiting:
+    """Coroutines that wait until a test lets them end."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.loop = worker.loop
+        self.begun = threading.Semaphore(0)
+        self.event = asyncio.Event()
+
+    async def inside(self) -> None:
+        self.begun.release()
+        await self.event.wait()
+
+    async def enter(self) -> None:
+        await self.inside()
+
+    def open(self) -> None:
+        assert self.loop._loop is not None
+        self.loop._loop.call_soon_threadsafe(self.event.set)
+
+
+async def wait_for(waiting: Local[Waiting]) -> None:
+    await waiting.value.enter()
+
+
+async def block_the_loop(gate: Gate) -> None:
+    gate.enter()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_coroutine_that_waits_is_reported_once(
+    remote: bool, clean: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    clocked, waiting = Clocked(clean[1]._worker, 1000), Local(Waiting(clean[1]._worker))
+    future = (rpc.remote if remote else rpc.rpc_async)("w1", wait_for, (waiting,))
+    assert waiting.value.begun.acquire(timeout=10)
+    for _ in range(3):
+        clocked.passed += 500
+        clocked.watchdog.check()
+        assert len(lines(caplog)) == (1 if clocked.passed >= 1000 else 0)
+    (line,) = lines(caplog)
+    assert re.match(
+        r"worker w1: \S*test_watchdog\.wait_for, called by w0, has waited as a coroutine for 1\d\d\d s on", line
+    )
+    assert line.index("in wait_for\n") < line.index("in enter\n") < line.index("in inside\n")
+    waiting.value.open()
+    future.wait() if isinstance(future, torch.futures.Future) else future.to_here()
+    clocked.watchdog.check()
+    assert not clocked.watchdog._reported
+
+
+def test_a_coroutine_that_blocks_the_others_is_reported(clean: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    worker, gate = clean[1]._worker, Gate()
+    clocked, waiting = Clocked(worker, 1000), Local(Waiting(worker))
+    waits = rpc.rpc_async("w1", wait_for, (waiting,))
+    assert waiting.value.begun.acquire(timeout=10)
+    blocks = rpc.rpc_async("w1", block_the_loop, (gate,))
+    assert gate.entered.acquire(timeout=10)
+    clocked.passed += 1000
+    clocked.watchdog.check()
+    found = {line.partition(", called")[0].rpartition(".")[2]: line for line in lines(caplog)}
+    assert found.keys() == {"wait_for", "block_the_loop"}
+    assert "has run for 1000 s on thread telegrad-w1-loop" in found["block_the_loop"]
+    assert "in enter\n" in found["block_the_loop"]
+    assert "has waited as a coroutine" in found["wait_for"]
+    gate.open()
+    waiting.value.open()
+    rpc.wait_all([waits, blocks])
+
+
 def test_it_starts_once_and_checks_periodically(clean: Cluster) -> None:
     clocked = Clocked(clean[1]._worker, 8)
     clocked.watchdog.start()
@@ -113,6 +189,15 @@ def test_the_option(threads: int, caplog: pytest.LogCaptureFixture) -> None:
         gate.open()
         future.wait()
     assert len(lines(caplog)) == 1
+
+
+def test_the_option_for_coroutines(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(2, rpc.Options(stuck_handler_timeout=0.02)) as group:
+        waiting = Local(Waiting(group[1]._worker))
+        future = rpc.rpc_async("w1", wait_for, (waiting,))
+        eventually(lambda: lines(caplog), what="the warning")
+        waiting.value.open()
+        future.wait()
 
 
 def test_a_worker_without_handlers_has_no_timer_thread(clean: Cluster) -> None:

@@ -198,7 +198,9 @@ class Worker(MemberChanges):
                 CANCEL: self.handlers.cancel,
             },
         )
-        self.running: RunningHandlers = RunningHandlers(self.pool, self.find_request, self.members.name_of)
+        self.running: RunningHandlers = RunningHandlers(
+            self.pool, self.loop, self.handlers.deferred_requests, self.find_request, self.members.name_of
+        )
         self.retries: Retries = Retries()
         self.remembered_runs: RememberedRuns = RememberedRuns(self.timers.call_later, options.retry_results_bytes)
         self.watchdog: Watchdog = Watchdog(

@@ -200,7 +200,7 @@ class EventLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._pending: deque[_Job] = deque()  # not started yet
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._jobs: dict[asyncio.Task[None], _Job] = {}  # started, and not ended
         self._end_task: asyncio.Task[None] | None = None
         self._closed = False  # accepts no coroutines
         self._abandoned = False  # `stop` has not waited for the end
@@ -238,6 +238,15 @@ class EventLoop:
     def owns_current_thread(self) -> bool:
         """Return whether the calling thread is the loop's."""
         return threading.current_thread() is self._thread
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The thread; None before the first coroutine."""
+        return self._thread
+
+    def coroutines(self) -> list[tuple[Coroutine[object, object, object], Scope | None]]:
+        """Return the coroutines that have begun, each with the scope of its request. Any thread may call this."""
+        return [(job.coroutine, job.context.get(current)) for job in self._jobs.copy().values()]
 
     def stop(self, timeout: float) -> bool:
         """Cancel all coroutines and end the thread; False if that takes too long.
@@ -280,11 +289,11 @@ class EventLoop:
                 return
             job = self._pending.popleft()
         job.task = task = asyncio.get_running_loop().create_task(job.run(), context=job.context)
-        self._tasks.add(task)
+        self._jobs[task] = job
         task.add_done_callback(self._ended)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
+        del self._jobs[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed with an internal error; please report it", self._name, exc_info=error)
 
@@ -292,7 +301,7 @@ class EventLoop:
         """Cancel all coroutines, then leave the loop."""
 
         async def end() -> None:
-            tasks = list(self._tasks)
+            tasks = list(self._jobs)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
