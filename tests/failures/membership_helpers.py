@@ -8,7 +8,8 @@ from typing import Any
 from free_ports import free_port
 
 from telegrad.group.group_store import group_store_of
-from telegrad.group.log import GroupLog, lease_key
+from telegrad.group.lease import lease_key, sealed_lease
+from telegrad.group.log import GroupLog
 from telegrad.group.records import seat_of
 from telegrad.protocols.leases import lease_value
 from telegrad.protocols.membership import Join, Member
@@ -34,7 +35,7 @@ def add_member(store: Any, like: Worker, name: str, address: str, process: str =
         id=rank, name=name, incarnation=1 << 32, addresses=[address], host="another host", process=process
     )
     log = log_of(store, like)
-    log.store.set(lease_key(rank), lease_value(member.incarnation, process, 0))
+    log.store.set(lease_key(rank), sealed_lease(rank, lease_value(member.incarnation, process, 0), core.group))
     assert log.store.compare_set(f"rank/{rank}", None, name) == name
     assert log.append(Join(seat_of(member)))[0]
     return seat_of(member)

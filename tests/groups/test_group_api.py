@@ -13,7 +13,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized, OwnerLost, RpcTimeout, TelegradError, WorkerLost
-from telegrad.group.log import lease_key
+from telegrad.group.lease import lease_key, sealed_lease
 from telegrad.protocols.leases import Watch, lease_value
 from telegrad.protocols.membership import Lose
 from telegrad.rpc import Options, Worker
@@ -385,7 +385,8 @@ def test_lease_of_another_process_ends_the_worker() -> None:
     with cluster(2, SHORT, dynamic=True) as group:
         service = group[1]._worker.membership
         assert service is not None
-        service.log.store.set(lease_key(1), lease_value(5 << 32, "another", 0))
+        newer = lease_value(group[1]._worker.incarnation + 1, "another", 0)
+        service.log.store.set(lease_key(1), sealed_lease(1, newer, group[1]._worker.group))
         is_out(group.workers.pop(1))
         eventually(lambda: "w1" not in [info.name for info in group[0].get_worker_infos()], timeout=LONG)
 

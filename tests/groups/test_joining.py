@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from telegrad import rpc
 from telegrad.errors import TelegradError
-from telegrad.group.log import lease_key
+from telegrad.group.lease import lease_key, sealed_lease
 from telegrad.group.process_identity import GONE, RUNNING, UNKNOWN, fate_of, own_process
 from telegrad.protocols.leases import lease_value
 from telegrad.rpc import Options, Worker
@@ -52,7 +52,7 @@ def refusing_address(why: str) -> Iterator[str]:
 
 
 @contextmanager
-def renewed_lease(store: Any, rank: int, incarnation: int) -> Iterator[None]:
+def renewed_lease(store: Any, like: Worker, rank: int, incarnation: int) -> Iterator[None]:
     """Renew the lease of a member that has no process."""
     stop = threading.Event()
 
@@ -60,7 +60,8 @@ def renewed_lease(store: Any, rank: int, incarnation: int) -> Iterator[None]:
         count = 0
         while not stop.wait(0.05):
             count += 1
-            log_of(store).store.set(lease_key(rank), lease_value(incarnation, "", count))
+            value = lease_value(incarnation, "", count)
+            log_of(store).store.set(lease_key(rank), sealed_lease(rank, value, like._worker.group))
 
     thread = threading.Thread(target=renew)
     thread.start()
@@ -133,7 +134,7 @@ def test_newcomer_that_cannot_reach_a_live_member() -> None:
     with cluster(1, QUICK, store=store, dynamic=True) as group:
         member = add_member(store, group[0], "hidden", unused_address())
         before = log_of(store).view.epoch
-        with renewed_lease(store, member.id, member.incarnation):
+        with renewed_lease(store, group[0], member.id, member.incarnation):
             with pytest.raises(TelegradError, match=r"no connection to its live member hidden .*Connection refused"):
                 Worker("w1", options=QUICK, store=store)
             assert log_of(store).view.epoch == before

@@ -9,7 +9,7 @@ from proxy_helpers import Proxy
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from telegrad.group.group_store import C10dStore
-from telegrad.group.log import lease_key
+from telegrad.group.lease import lease_key
 from telegrad.group.store_waits import StoreGone
 from telegrad.protocols.membership import Lose
 from telegrad.rpc import Options, Worker

@@ -5,8 +5,18 @@ from itertools import product
 import pytest
 
 from telegrad.protocols.joining import Newcomer, Refusal
-from telegrad.protocols.leases import RELEASED, Timing, Watch, lease_value, to_observe
+from telegrad.protocols.leases import (
+    NO_NEWS,
+    Timing,
+    Watch,
+    holder_of,
+    lease_value,
+    process_of,
+    released_value,
+    to_observe,
+)
 
+RELEASED = released_value(1)
 TIMING = Timing(8.0)  # renewals each second, patience 1.2 s
 
 
@@ -152,11 +162,36 @@ def test_a_silent_member_delays_the_join_for_less_than_two_renewals(fails: bool)
     assert one.silent == set()
 
 
-@pytest.mark.parametrize("lease", [None, RELEASED])
-def test_a_member_that_ends_is_not_awaited(lease: str | None) -> None:
+def test_a_value_that_the_member_has_not_written_is_no_news() -> None:
+    """The lease is neither prolonged nor ended."""
+    watch = observed(Watch(TIMING, 100.0, "1"), 107.0, NO_NEWS)
+    assert (watch.value, watch.renewals, watch.ended, watch.has_expired(107.9)) == ("1", 0, False, False)
+    assert watch.has_expired(108.0)
+    watch.observe(108.0, "2")
+    assert (watch.renewals, watch.has_expired(108.0)) == (1, False)
+
+
+def test_the_holder_of_a_lease() -> None:
+    assert (holder_of(lease_value(7, "p", 3)), process_of(lease_value(7, "p", 3))) == (7, "p")
+    assert (holder_of(released_value(7)), holder_of(None), holder_of(NO_NEWS)) == (7, -1, -1)
+    for nonsense in ("nonsense", "[]", "{}", '["a"]', "5"):
+        assert (holder_of(nonsense), process_of(nonsense)) == (-1, "")
+
+
+def test_a_newcomer_waits_for_a_member_without_a_lease_as_for_a_silent_one() -> None:
+    """The store may have deleted the lease of a live member that holds the GIL."""
     one = newcomer(0)
     one.failed(0, "connection refused", refused=False)
-    one.observe(0, 0.1, lease)
+    one.observe(0, 0.1, None)
+    assert (one.judge(0.1), one.waiting_for()) == (None, [0])
+    one.observe(0, 0.5, "2")
+    assert one.judge(0.5) == Refusal(0, "connection refused")
+
+
+def test_a_member_that_has_left_is_not_awaited() -> None:
+    one = newcomer(0)
+    one.failed(0, "connection refused", refused=False)
+    one.observe(0, 0.1, RELEASED)
     assert (one.judge(0.1), one.waiting_for(), one.silent) == (None, [], set())
 
 

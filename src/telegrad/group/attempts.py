@@ -22,7 +22,7 @@ import time
 from telegrad.errors import TelegradError
 from telegrad.group import rendezvous
 from telegrad.group.group_store import group_store_of, outlives_groups
-from telegrad.group.log import lease_key
+from telegrad.group.lease import read_lease
 from telegrad.group.process_identity import GONE, fate_of
 from telegrad.group.store_parts import ATTEMPT
 from telegrad.group.store_waits import Part, Store, place_of, wait_for_keys
@@ -195,7 +195,10 @@ class _Pulse:
         self._timing = timing
         others = [each for each in range(rendezvous.world_size_of(part)) if each != rank]
         now = time.monotonic()
-        self._watches = {each: Watch(timing, now, self._store.get(lease_key(each))) for each in others}
+        self._watches = {each: Watch(timing, now, self._read(each)) for each in others}
+
+    def _read(self, rank: int) -> str | None:
+        return read_lease(self._store, rank, None)  # the secret is not known yet
 
     @property
     def goes_on(self) -> bool:
@@ -206,7 +209,7 @@ class _Pulse:
         """Return whether another worker lives; None if that is not known yet."""
         now = time.monotonic()
         for rank, watch in list(self._watches.items()):
-            watch.observe(now, self._store.get(lease_key(rank)))
+            watch.observe(now, self._read(rank))
             if watch.renewals:
                 return True
             if watch.ended or watch.is_silent(now) or fate_of(process_of(watch.value)) == GONE:

@@ -1,7 +1,10 @@
 """Lease of one worker in the store of its group.
 
 The lease of an id has a holder, which is one incarnation. A newcomer takes the lease of its id over from a holder that
-has ended. A worker that finds its lease with another holder has been replaced.
+has ended. A worker that finds a newer incarnation in its lease has been replaced.
+
+The value has a MAC if the group was given a secret. What another program has written is no news of the holder, which
+writes its own value again.
 """
 
 import logging
@@ -10,20 +13,58 @@ from collections.abc import Callable
 
 from telegrad.errors import TelegradError
 from telegrad.group.group_store import GroupStore
-from telegrad.group.log import lease_key
 from telegrad.group.process_identity import GONE, RUNNING, fate_of, own_process
-from telegrad.protocols.leases import RELEASED, Timing, Watch, lease_value, process_of
+from telegrad.group.records import Group, sealed, unsealed
+from telegrad.protocols.leases import NO_NEWS, Timing, Watch, holder_of, lease_value, process_of, released_value
 from telegrad.waits import Wait
 
-__all__ = ["Lease", "Taken"]
+__all__ = ["Lease", "Taken", "lease_key", "read_lease", "sealed_lease"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
 _POLL = 0.1  # s between two checks of a lease that another process holds
+_MAX_WRITES = 3  # until a renewal gives up: another program writes to the lease all the time
 
 
 class Taken(TelegradError):
     """A live process has the lease."""
+
+
+def lease_key(worker_id: int) -> str:
+    """Return the key of the lease of an id."""
+    return f"lease/{worker_id}"
+
+
+def sealed_lease(worker_id: int, value: str, group: Group) -> str:
+    """Return the value of a lease as text for the store."""
+    return sealed([lease_key(worker_id), value], group)
+
+
+def read_lease(store: GroupStore, worker_id: int, group: Group | None, incarnation: int | None = None) -> str | None:
+    """Read a lease.
+
+    Args:
+        store: Store of the group.
+        worker_id: Id of the member.
+        group: Token and secret of the group; None to read the value without checking its origin.
+        incarnation: Incarnation of the member; None for any.
+
+    Returns:
+        The value; None if there is none; `NO_NEWS` if this incarnation has not written it.
+    """
+    return _value_of(store.get(lease_key(worker_id)), worker_id, group, incarnation)
+
+
+def _value_of(text: str | None, worker_id: int, group: Group | None, incarnation: int | None = None) -> str | None:
+    if text is None:
+        return None
+    try:
+        key, value = unsealed(text, group)
+    except (TelegradError, ValueError):
+        return NO_NEWS
+    if key != lease_key(worker_id) or incarnation not in (None, holder_of(value)):
+        return NO_NEWS
+    return str(value)
 
 
 class Lease:
@@ -31,13 +72,16 @@ class Lease:
 
     Args:
         store: Store of the group.
+        group: Token and secret of the group.
         worker_id: Id of the worker.
         incarnation: Incarnation of the worker.
         timing: Times of the leases of the group.
     """
 
-    def __init__(self, store: GroupStore, worker_id: int, incarnation: int, timing: Timing) -> None:
+    def __init__(self, store: GroupStore, group: Group, worker_id: int, incarnation: int, timing: Timing) -> None:
         self._store = store
+        self._group = group
+        self._id = worker_id
         self._key = lease_key(worker_id)
         self._incarnation = incarnation
         self._timing = timing
@@ -56,11 +100,11 @@ class Lease:
             Taken: The holder is alive.
         """
         found = self._store.get(self._key)
-        watch = Watch(self._timing, time.monotonic(), found)
+        watch = Watch(self._timing, time.monotonic(), self._read(found))
         while True:
             if self._holder_has_ended(watch):
-                mine = self._value()
-                found = self._store.compare_set(self._key, watch.value, mine, self._timing.lifetime)
+                mine = self._sealed(self._value())
+                found = self._store.compare_set(self._key, found, mine, self._timing.lifetime)
                 if found == mine:
                     self._held = mine
                     return
@@ -68,27 +112,50 @@ class Lease:
                 raise Taken(f"{describe()} is alive")
             wait.step(lambda: (f"the end of {describe()}", "its lease has not expired"))
             time.sleep(_POLL)
-            watch.observe(time.monotonic(), self._store.get(self._key))
+            found = self._store.get(self._key)
+            watch.observe(time.monotonic(), self._read(found))
 
     def _value(self) -> str:
         return lease_value(self._incarnation, self._process, self._count, self._timing.lifetime)
+
+    def _sealed(self, value: str) -> str:
+        return sealed_lease(self._id, value, self._group)
+
+    def _read(self, found: str | None) -> str | None:
+        return _value_of(found, self._id, self._group)
 
     def _holder_has_ended(self, watch: Watch) -> bool:
         return watch.has_expired(time.monotonic()) or fate_of(process_of(watch.value)) == GONE
 
     def renew(self) -> bool:
-        """Renew the lease; return whether this worker still has it."""
+        """Renew the lease.
+
+        Returns:
+            False if a newer process of this name has it.
+
+        Raises:
+            TelegradError: Another program writes to the lease all the time.
+        """
         self._count += 1
-        mine = self._value()
-        found = self._store.compare_set(self._key, self._held, mine, self._timing.lifetime)
-        if found is None:  # the store has deleted it: this worker was late
-            found = self._store.compare_set(self._key, None, mine, self._timing.lifetime)
-        if found != mine:
-            return False
-        self._held = mine
-        return True
+        return self._write(self._value())
 
     def release(self) -> None:
         """Give the lease up: the worker has left."""
         if self._held is not None:
-            self._store.compare_set(self._key, self._held, RELEASED, self._timing.lifetime)
+            self._write(released_value(self._incarnation))
+
+    def _write(self, value: str) -> bool:
+        """Replace what this worker has written, or what is no news of a newer process.
+
+        The store may have executed a write without a reply, or have deleted the value of a worker that was late.
+        """
+        mine, expected = self._sealed(value), self._held
+        for _ in range(_MAX_WRITES):
+            found = self._store.compare_set(self._key, expected, mine, self._timing.lifetime)
+            if found == mine:
+                self._held = mine
+                return True
+            if holder_of(self._read(found)) > self._incarnation:
+                return False
+            expected = found
+        raise TelegradError(f"another program writes to the key {self._key} of the group's store all the time")

@@ -14,18 +14,13 @@ from telegrad.group.records import Group, Member, sealed, seat_of, unsealed
 from telegrad.group.store_waits import Store
 from telegrad.protocols.membership import Change, Event, GroupView, Join, Leave, Lose
 
-__all__ = ["GroupLog", "has_members", "lease_key"]
+__all__ = ["GroupLog", "has_members"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
 _CHECKPOINT = "checkpoint"
 _INTERVAL = 64  # epochs between two checkpoints
 _KINDS: tuple[type, ...] = (Join, Leave, Lose)  # their index is their number in the store
-
-
-def lease_key(worker_id: int) -> str:
-    """Return the key of the lease of an id."""
-    return f"lease/{worker_id}"
 
 
 class GroupLog:
@@ -40,7 +35,7 @@ class GroupLog:
     def __init__(self, store: GroupStore, group: Group | None, world_size: int | None) -> None:
         self.store = store
         self.view: GroupView = GroupView(world_size)
-        self._group = group
+        self.group: Group | None = group
         self._lock = threading.Lock()  # held during operations of the store: entries are applied in order
 
     def load(self, founders: list[Member] | None = None) -> None:
@@ -55,7 +50,7 @@ class GroupLog:
         with self._lock:
             found = self.store.get(_CHECKPOINT)
             if found is not None:
-                self._restore(unsealed(found, self._group))
+                self._restore(unsealed(found, self.group))
             elif founders is not None:
                 self.view.found([seat_of(member) for member in founders])
         self._refresh(strict=True)
@@ -70,21 +65,21 @@ class GroupLog:
         Returns:
             Whether the entry is in the log, and the effects of the entry that is.
         """
-        assert self._group is not None
+        assert self.group is not None
         with self._lock:
             epoch = self.view.epoch + 1
-            mine = sealed([epoch, _KINDS.index(type(change)), *_plain(change)], self._group)
+            mine = sealed([epoch, _KINDS.index(type(change)), *_plain(change)], self.group)
             found = self.store.append(epoch, mine)
             if found != mine:
                 return False, self._apply(found, strict=False)
             events = self.view.apply(change)
             if epoch % _INTERVAL == 0:
-                self.store.set(_CHECKPOINT, sealed(self._state(), self._group))
+                self.store.set(_CHECKPOINT, sealed(self._state(), self.group))
             return True, events
 
     def reconnect(self, timeout: float) -> bool:
         """Connect to the store again after `StoreGone`; see `GroupStore.reconnect`."""
-        group = self._group
+        group = self.group
         assert group is not None
         return self.store.reconnect(timeout, lambda store: rendezvous.is_store_of(store, group))
 
@@ -94,7 +89,7 @@ class GroupLog:
 
     def _apply(self, entry: str, strict: bool) -> list[Event]:
         try:
-            epoch, kind, *fields = unsealed(entry, self._group)
+            epoch, kind, *fields = unsealed(entry, self.group)
             if epoch != self.view.epoch + 1:
                 raise TelegradError(f"an entry of epoch {epoch} was written for epoch {self.view.epoch + 1}")
             change = _change(kind, fields)

@@ -96,7 +96,7 @@ class Newcomer:
         if attempt is None:
             return
         attempt.watch.observe(now, lease)
-        if attempt.watch.ended:
+        if attempt.watch.released:  # a missing value is judged as silence: the store may have deleted it
             self.forget(member)
 
     def waiting_for(self) -> list[int]:

@@ -4,6 +4,8 @@ A member renews its lease in the store of the group. Each renewal changes the va
 time to time and notes when it changed, on its own clock: no clock is compared with that of another host. A lease has
 expired if the observer has watched it for its lifetime without a change, or if it was released or deleted. The lifetime
 is an option of the member, and part of the value: an observer may have been given another one.
+
+A value that the member has not written is no news of it (`NO_NEWS`): it neither prolongs the lease nor ends it.
 """
 
 import json
@@ -11,13 +13,25 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["RELEASED", "Key", "Timing", "Watch", "lease_value", "process_of", "to_observe"]
+__all__ = [
+    "NO_NEWS",
+    "Key",
+    "Timing",
+    "Watch",
+    "holder_of",
+    "lease_value",
+    "process_of",
+    "released_value",
+    "to_observe",
+]
 
 Key = tuple[int, int]  # id and incarnation of a member
 _NEIGHBORS = 2  # leases that a member observes: if both members fail at once, other observers remain for one
 
-RELEASED = "released"
-"""Value of the lease of a worker that has left."""
+_RELEASED = "released"  # instead of the process
+
+NO_NEWS = ""
+"""Observation of a lease that the observed member has not written."""
 
 
 def lease_value(incarnation: int, process: str, count: int, lifetime: float = 0) -> str:
@@ -32,11 +46,24 @@ def lease_value(incarnation: int, process: str, count: int, lifetime: float = 0)
     return json.dumps([incarnation, process, count, lifetime])
 
 
+def released_value(incarnation: int) -> str:
+    """Return the value of the lease of a worker that has left."""
+    return lease_value(incarnation, _RELEASED, 0)
+
+
+def holder_of(lease: str | None) -> int:
+    """Return the incarnation that has written a lease; -1 if none has."""
+    try:
+        return int(json.loads(lease or "null")[0])
+    except (TypeError, ValueError, IndexError, KeyError):
+        return -1
+
+
 def process_of(lease: str | None) -> str:
     """Return the process that holds a lease; "" if none does."""
     try:
         return str(json.loads(lease or "null")[1])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, IndexError, KeyError):
         return ""
 
 
@@ -90,7 +117,7 @@ class Watch:
     @property
     def released(self) -> bool:
         """Whether the member has left."""
-        return self.value == RELEASED
+        return process_of(self.value) == _RELEASED
 
     @property
     def ended(self) -> bool:
@@ -102,7 +129,7 @@ class Watch:
         if now - self._observed > self._own.renewal + self.timing.renewal:
             self.begun = self.changed = now
         self._observed = now
-        if value != self.value:
+        if value not in (self.value, NO_NEWS):
             self.value, self.changed = value, now
             self.renewals += not self.ended
             self._read_lifetime()

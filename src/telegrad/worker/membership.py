@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from telegrad.errors import TelegradError, WorkerLost
 from telegrad.group.group_store import group_store_of
-from telegrad.group.lease import Lease, Taken
-from telegrad.group.log import GroupLog, lease_key
+from telegrad.group.lease import Lease, Taken, read_lease
+from telegrad.group.log import GroupLog
 from telegrad.group.process_identity import GONE, fate_of
 from telegrad.group.records import Group, Member, seat_of
 from telegrad.group.store_waits import Store, StoreGone, StoreUnresponsive, within
@@ -84,7 +84,7 @@ def reserve(log: GroupLog, name: str, rank: int, options: Options, wait: Wait) -
         )
     if log.view.world_size is None:
         log.store.set(f"id/{name}", str(number))
-    lease = Lease(log.store, number, incarnation, timing)
+    lease = _lease(log, number, incarnation, timing)
     try:
         lease.acquire(wait, lambda: f"worker {name} (rank {number})")
     except Taken:
@@ -95,10 +95,15 @@ def reserve(log: GroupLog, name: str, rank: int, options: Options, wait: Wait) -
     return Reservation(WorkerInfo(name, number), incarnation, lease, timing)
 
 
+def _lease(log: GroupLog, number: int, incarnation: int, timing: Timing) -> Lease:
+    assert log.group is not None
+    return Lease(log.store, log.group, number, incarnation, timing)
+
+
 def _require_end(log: GroupLog, namesake: Seat, number: int, timing: Timing, wait: Wait) -> None:
     """Take the lease of a namesake with another id, to establish that it has ended."""
     try:
-        Lease(log.store, namesake.id, 0, timing).acquire(wait, lambda: f"worker {namesake.name}")
+        _lease(log, namesake.id, 0, timing).acquire(wait, lambda: f"worker {namesake.name}")
     except Taken:
         first, second = sorted((namesake.id, number))
         raise MembershipError(
@@ -394,7 +399,7 @@ class _Reach:
             self.newcomer.failed(number, why, refused="refused by the peer" in why or "secret does not match" in why)
 
     def _lease_of(self, number: int) -> str | None:
-        return self._log.store.get(lease_key(number))
+        return read_lease(self._log.store, number, self._log.group, self._log.view.members[number].incarnation)
 
     def _awaited(self) -> tuple[str, str]:
         names = [f"{self._worker.members.name_of(n)} (rank {n})" for n in self.newcomer.waiting_for()]

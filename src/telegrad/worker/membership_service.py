@@ -27,8 +27,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from telegrad.group.lease import Lease
-from telegrad.group.log import GroupLog, lease_key
+from telegrad.group.lease import Lease, read_lease
+from telegrad.group.log import GroupLog
 from telegrad.group.process_identity import GONE, RUNNING, STOPPED, UNKNOWN, fate_of
 from telegrad.group.records import Member
 from telegrad.group.store_waits import StoreGone
@@ -338,7 +338,7 @@ class MembershipService:
         for key in sorted(observed):
             if not view.has(*key):  # an entry of this loop, or of another worker
                 continue
-            value = self.log.store.get(lease_key(key[0]))
+            value = read_lease(self.log.store, key[0], self.log.group, key[1])
             watch = self._watches.get(key)
             if watch is None:
                 watch = self._watches[key] = Watch(self.timing, now, value)

@@ -1,4 +1,4 @@
-"""Requests that run on the threads of a pool or as coroutines, as other threads see them.
+"""Requests that run, on threads or as coroutines, as other threads see them.
 
 A pool thread runs in a context of its own (`ThreadPool.contexts`). Its scope, which the native server sets, names the
 request; the engine has the caller, and the time at which the thread took it. So the path of a call keeps no records for
@@ -136,7 +136,7 @@ class RunningHandlers:
 
 
 def _handler_of(frames: Iterable[FrameType]) -> _Handler:
-    """Return the name of the handler that has these frames, innermost first, and its stack."""
+    """Return the name of the handler with these frames, innermost first, and its stack."""
     stack: list[_Line] = []
     function, has_interceptors = NATIVE_FUNCTION, False
     for each in frames:  # the handler is the outermost, or the outermost within the interceptors

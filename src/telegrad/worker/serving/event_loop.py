@@ -245,7 +245,10 @@ class EventLoop:
         return self._thread
 
     def coroutines(self) -> list[tuple[Coroutine[object, object, object], Scope | None]]:
-        """Return the coroutines that have begun, each with the scope of its request. Any thread may call this."""
+        """Return the coroutines that have begun, with the scopes of their requests.
+
+        Any thread may call this.
+        """
         return [(job.coroutine, job.context.get(current)) for job in self._jobs.copy().values()]
 
     def stop(self, timeout: float) -> bool:

@@ -1,0 +1,192 @@
+"""Leases in stores that lose replies, or to which other programs write."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_helpers import actors, call_many
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from telegrad.errors import TelegradError
+from telegrad.group.group_store import C10dStore
+from telegrad.group.lease import Lease, Taken, lease_key, read_lease, sealed_lease
+from telegrad.group.records import Group
+from telegrad.protocols.leases import NO_NEWS, Timing, holder_of, lease_value, released_value
+from telegrad.rpc import Options
+from telegrad.testing import cluster, eventually
+from telegrad.waits import Wait
+from telegrad.worker import membership_service
+from telegrad.worker.default_worker import current_worker
+
+GROUP = Group("token", b"secret of the group", False)
+OTHERS = Group("token", b"another secret", False)
+ID = 3
+KEY = lease_key(ID)
+LONG = 30.0  # s
+
+
+class Lossy(C10dStore):
+    """Store that executes writes without a reply."""
+
+    def __init__(self) -> None:
+        super().__init__(HashStore())
+        self.lost = 0  # replies to lose
+        self.before: Callable[[], object] = lambda: None  # called before each write
+
+    def compare_set(self, key: str, expected: str | None, desired: str, lifetime: float = 0) -> str | None:
+        self.before()
+        found = super().compare_set(key, expected, desired, lifetime)
+        if self.lost:
+            self.lost -= 1
+            raise RuntimeError("wait timeout")
+        return found
+
+
+def lease_of(store: C10dStore, incarnation: int = 5, lifetime: float = 1000.0) -> Lease:
+    return Lease(store, GROUP, ID, incarnation, Timing(lifetime))
+
+
+def acquired(store: C10dStore, incarnation: int = 5) -> Lease:
+    lease = lease_of(store, incarnation)
+    lease.acquire(Wait("w", 1.0), lambda: "w")
+    return lease
+
+
+def holder(store: C10dStore) -> int:
+    return holder_of(read_lease(store, ID, GROUP))
+
+
+@pytest.mark.parametrize("lost", [1, 2, 5])
+def test_a_lost_reply_to_a_renewal_is_no_other_process(lost: int) -> None:
+    store = Lossy()
+    lease = acquired(store)
+    store.lost = lost
+    for _ in range(lost):
+        with pytest.raises(RuntimeError, match="wait timeout"):
+            lease.renew()
+    before = store.get(KEY)
+    assert lease.renew()
+    assert store.get(KEY) != before
+    store.lost = 1
+    with pytest.raises(RuntimeError, match="wait timeout"):
+        lease.renew()
+    lease.release()
+    assert read_lease(store, ID, GROUP) == released_value(5)
+
+
+FORGERIES: dict[str, str] = {
+    "nonsense": "nonsense",
+    "empty": "",
+    "no seal": sealed_lease(ID, released_value(5), GROUP._replace(shared_secret=True)),
+    "released": sealed_lease(ID, released_value(5), OTHERS),
+    "newer": sealed_lease(ID, lease_value(9, "another", 0), OTHERS),
+    "of another id": sealed_lease(ID + 1, lease_value(9, "another", 0), GROUP),
+    "of an earlier process": sealed_lease(ID, released_value(4), GROUP),
+}
+written_by_others = pytest.mark.parametrize("forged", FORGERIES.values(), ids=FORGERIES.keys())
+
+
+@written_by_others
+def test_a_forged_lease_is_no_news_and_is_written_again(forged: str) -> None:
+    store = Lossy()
+    lease = acquired(store)
+    store.set(KEY, forged)
+    assert read_lease(store, ID, GROUP, 5) == NO_NEWS
+    assert lease.renew()
+    assert holder(store) == 5
+
+
+@written_by_others
+def test_a_forged_lease_does_not_let_a_newcomer_in(forged: str) -> None:
+    """The holder writes its own again, and is alive."""
+    store = Lossy()
+    lease = acquired(store)
+    store.set(KEY, forged)
+    newcomer = lease_of(store, 6, lifetime=0.8)
+    renewing = Wait("w", LONG)
+    renewing.step = lambda _: lease.renew()  # type: ignore[method-assign,assignment,return-value]
+    if forged == FORGERIES["of an earlier process"]:  # written by a member: an earlier process has left
+        newcomer.acquire(renewing, lambda: "w")
+        assert not lease.renew()
+        return
+    with pytest.raises(Taken):
+        newcomer.acquire(renewing, lambda: "w")
+    assert holder(store) == 5
+
+
+def test_a_lease_that_the_store_has_deleted_is_written_again() -> None:
+    store = Lossy()
+    lease = acquired(store)
+    store._store = HashStore()
+    assert lease.renew()
+    assert holder(store) == 5
+
+
+@pytest.mark.parametrize("value", [lease_value(6, "another", 0), released_value(6)])
+def test_a_newer_process_ends_the_lease(value: str) -> None:
+    store = Lossy()
+    lease = acquired(store)
+    store.set(KEY, sealed_lease(ID, value, GROUP))
+    assert not lease.renew()
+    lease.release()
+    assert read_lease(store, ID, GROUP) == value
+
+
+def test_a_lease_that_another_program_overwrites_all_the_time() -> None:
+    store = Lossy()
+    lease = acquired(store)
+    count = iter(range(100))
+    store.before = lambda: store.set(KEY, f"forged {next(count)}")
+    with pytest.raises(TelegradError, match=f"another program writes to the key {KEY} of the group's store"):
+        lease.renew()
+    store.before = lambda: None
+    assert lease.renew()
+
+
+@pytest.mark.openssl
+@written_by_others
+def test_a_forged_lease_removes_no_member(forged: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The members are on different hosts: no kernel reports of them."""
+    monkeypatch.setattr(membership_service, "fate_of", lambda *_, **__: "unknown")
+    store: Any = HashStore()
+    with cluster(2, Options(secret="secret of the group", member_lease=0.8), store=store, dynamic=True) as group:
+        services = [worker._worker.membership for worker in group]
+        for service in services:
+            assert service is not None
+            renewed = service.renewed
+            service.log.store.set(lease_key(0), forged)
+            service.log.store.set(lease_key(1), forged)
+            for _ in range(3):
+                eventually(lambda s=service, r=renewed: s.renewed > r, timeout=LONG)  # type: ignore[misc]
+                renewed = service.renewed
+        assert [info.name for info in group[0].get_worker_infos()] == ["w0", "w1"]
+        assert group[0].rpc_sync("w1", abs, (-1,)) == group[1].rpc_sync("w0", abs, (-1,)) == 1
+
+
+# ---- with processes
+
+
+def hold_the_gil(seconds: float) -> None:
+    import ctypes
+
+    ctypes.PyDLL("libc.so.6").usleep(int(seconds * 1e6))
+
+
+def fenced() -> str:
+    worker = current_worker()
+    return "closed" if worker is None else worker.fenced
+
+
+def test_the_host_of_the_store_holds_the_gil(tmp_path: Path) -> None:
+    """Then it executes requests that the others have given up on."""
+    with actors(3, tmp_path, method="tcp", rpc_timeout=0.5, member_lease=1.0) as group:
+        group[0].do(call_many, "w1", 2)
+        group[0].do(hold_the_gil, 3.0)
+        for _ in range(2):
+            for actor in group:
+                for other in group:
+                    assert actor.do(call_many, other.name, 3) == 3
+            group[1].do(hold_the_gil, 1.0)  # for some renewals of the others
+        assert [actor.do(fenced) for actor in group] == ["", "", ""]
+        assert all("out of its group" not in actor.stderr() for actor in group)
