@@ -11,7 +11,8 @@ from telegrad.testing import eventually
 def stop(pid: int | None) -> float:
     """Stop a process; return the time of the signal.
 
-    Each thread of it stands still on return. A busy machine may take a while to get to the thread that receives the signal, and the others run until then.
+    Each thread of it stands still on return. A busy machine may take a while to get to the thread that receives the
+    signal, and the others run until then.
     """
     assert pid is not None
     begun = time.monotonic()

@@ -14,9 +14,10 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from telegrad import rpc
 from telegrad.errors import NotInitialized, OwnerLost, RpcTimeout, TelegradError, WorkerLost
 from telegrad.group.lease import lease_key, sealed_lease
+from telegrad.group.records import Member, seat_of
 from telegrad.protocols.leases import Watch, lease_value
-from telegrad.protocols.membership import Lose
-from telegrad.rpc import Options, Worker
+from telegrad.protocols.membership import Joined, Lose
+from telegrad.rpc import Options, Worker, services
 from telegrad.rpc.groups import wait_until
 from telegrad.testing import Cluster, cluster, eventually
 from telegrad.worker import membership_service
@@ -340,6 +341,49 @@ def test_lost_connection_alone_removes_no_member() -> None:
         assert sorted(members_of(store)) == ["w0", "w1"]
         first.on_peer_back(1)
         assert group[0].rpc_sync("w1", abs, (-1,)) == 1
+
+
+def test_an_effect_that_fails_does_not_prevent_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cluster(1, dynamic=True) as group:
+        core = group[0]._worker
+        assert core.membership is not None
+        added: list[str] = []
+
+        def add_member(member: Member) -> None:
+            added.append(member.name)
+            if member.name == "w1":
+                raise ValueError("no room")
+
+        monkeypatch.setattr(core, "add_member", add_member)
+        core.membership._apply([Joined(seat_of(core.member._replace(id=i, name=f"w{i}"))) for i in (1, 2)])
+        assert added == ["w1", "w2"]
+        assert "internal error in the membership of w0" in caplog.text
+
+
+def test_service_of_a_worker_that_loses_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value that it had registered before remains, and that of a new name is dropped."""
+    with cluster(2, dynamic=True) as group:
+        with group[1]:
+            rpc.register_service("scores", 1)
+        with group[0]:
+            service = group[0]._worker.membership
+            assert service is not None
+            monkeypatch.setattr(service.log.store, "get", lambda key: None)
+            seen: list[object] = []
+
+            def compare_set(*_: object) -> str:
+                seen.append(services._services(group[0]._worker)["scores"].to_here())
+                monkeypatch.undo()
+                return "another"
+
+            monkeypatch.setattr(service.log.store, "compare_set", compare_set)
+            with pytest.raises(TelegradError, match="worker w1 has it, which is alive"):
+                rpc.register_service("scores", 2)
+            assert seen == [2]
+            assert services._services(group[0]._worker) == {}
+            assert rpc.get_service("scores").to_here() == 1
 
 
 # ---- leases

@@ -1,7 +1,6 @@
 """A newcomer connects to the live members before it joins."""
 
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -15,11 +14,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from telegrad import rpc
 from telegrad.errors import TelegradError
-from telegrad.group.lease import lease_key, sealed_lease
-from telegrad.group.process_identity import GONE, RUNNING, UNKNOWN, fate_of, own_process
-from telegrad.protocols.leases import lease_value
+from telegrad.group.lease import Lease, lease_key, sealed_lease
+from telegrad.protocols.leases import Timing, lease_value
 from telegrad.rpc import Options, Worker
 from telegrad.testing import Gate, cluster, eventually
+from telegrad.waits import Wait
+from telegrad.worker import membership
 
 PATIENT = Options(member_lease=20.0, transports=("tcp",), rpc_timeout=30)
 QUICK = Options(member_lease=2.0, transports=("tcp",), rpc_timeout=30)
@@ -209,6 +209,43 @@ def test_name_of_a_live_worker() -> None:
         assert group[0].rpc_sync("w0", abs, (-1,)) == 1
 
 
+def test_two_newcomers_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have reserved ranks before either has joined: the second one to join fails."""
+    with cluster(1, dynamic=True) as group:
+        faster: list[Worker] = []
+        original = membership.commit
+
+        def commit(*args: Any) -> None:
+            if not faster:
+                monkeypatch.setattr(membership, "commit", original)
+                faster.append(Worker("x", 2, store=group.store))
+            original(*args)
+
+        monkeypatch.setattr(membership, "commit", commit)
+        with pytest.raises(RuntimeError, match=r"name x is not unique\. Workers 1 and 2 share the same name"):
+            Worker("x", 1, store=group.store)
+        assert group[0].rpc_sync("x", abs, (-1,)) == 1
+        assert not faster[0]._worker.fenced
+        assert faster[0]._worker.info.id == 2
+        group.workers.append(faster[0])
+
+
+def test_rank_of_a_newcomer_that_never_joined() -> None:
+    """The rank is free for another name once the newcomer has ended; its own name gets another rank."""
+    with cluster(1, dynamic=True) as group:
+        log = log_of(group.store, group[0])
+        for key, value in (("rank/5", "x"), ("id/x", "5")):
+            log.store.set(key, value)
+        lease = Lease(log.store, group[0]._worker.group, 5, 1, Timing(1000.0))
+        lease.acquire(Wait("x", 1.0), lambda: "x")
+        with pytest.raises(RuntimeError, match="rank 5 is taken by worker x, which joins it"):
+            Worker("y", 5, store=group.store)
+        lease.release()
+        group.workers += [Worker("y", 5, store=group.store), Worker("x", store=group.store)]
+        assert (group[1]._worker.info.id, group[0].rpc_sync("y", abs, (-1,))) == (5, 1)
+        assert group[2]._worker.info.id != 5
+
+
 def test_worker_that_closed_without_a_shutdown_comes_back_at_once() -> None:
     with cluster(1, dynamic=True) as group:
         for turn in range(3):
@@ -237,14 +274,3 @@ def test_checkpoints_shorten_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
             log.view.latest,
         )
         monkeypatch.undo()
-
-
-def test_fate_of_a_process() -> None:
-    mine = own_process()
-    assert fate_of(mine) == RUNNING
-    place, pid, started = mine.rsplit("/", 2)
-    assert fate_of(f"{place}/{pid}/{int(started) + 1}") == GONE
-    assert fate_of(f"{place}/{(1 << 22) + 1}/1") == GONE
-    assert fate_of(f"elsewhere/{pid}/{started}") == UNKNOWN
-    assert fate_of("") == UNKNOWN
-    assert struct.calcsize("<I") == 4

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from free_ports import free_port
 from process_helpers import TIMEOUT, actors, state
 
-from telegrad.errors import ShutdownTimeout
+from telegrad import rpc
+from telegrad.errors import RpcTimeout, ShutdownTimeout, UnknownWorker
 from telegrad.group import rendezvous
 from telegrad.group.store_waits import BoundedStore, StoreUnresponsive, within
-from telegrad.rpc import Worker
-from telegrad.testing import cluster, run_all
+from telegrad.rpc import Options, Worker
+from telegrad.testing import cluster, eventually, run_all
+from telegrad.worker import shutdown_barrier
 
 SOON = 0.3  # s
 END = 10.0  # s
@@ -49,9 +51,17 @@ class Silent:
         self.store = dist.HashStore()  # type: ignore[attr-defined]
         self.answers = threading.Event()
         self.answers.set()
+        self.waiting = 0  # threads
+        self.fails, self.failures = False, 0  # operations that have timed out
 
     def __getattr__(self, name: str) -> Any:
-        self.answers.wait()
+        if self.fails:
+            self.failures += 1
+            raise dist.DistStoreError("wait timeout")
+        if not self.answers.is_set():
+            self.waiting += 1
+            self.answers.wait()
+            self.waiting -= 1
         return getattr(self.store, name)
 
 
@@ -64,6 +74,66 @@ def test_a_worker_gives_up_without_the_store() -> None:
                 run_all([lambda: group[0].shutdown(timeout=SOON)], timeout=END)
         finally:
             store.answers.set()
+
+
+def test_a_graceful_shutdown_without_a_limit_does_not_wait_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is lost, so this one asks the store for others that have given up."""
+    monkeypatch.setattr(shutdown_barrier, "_STORE_TIMEOUT", SOON)
+    store = Silent()
+    with cluster(3, store=store, graceful=False) as group:
+        for worker in list(group)[:2]:
+            assert worker.rpc_sync("w2", abs, (-1,)) == 1
+        group[2].shutdown(graceful=False)
+        eventually(lambda: all(2 in worker._worker.members.lost for worker in list(group)[:2]))
+        store.answers.clear()
+        try:
+            run_all([worker.shutdown for worker in list(group)[:2]], timeout=END)
+        finally:
+            store.answers.set()
+
+
+def test_a_member_leaves_without_a_limit_and_without_the_store(caplog: pytest.LogCaptureFixture) -> None:
+    store = Silent()
+    worker = Worker("w0", options=Options(member_lease=SOON), store=store)  # type: ignore[arg-type]
+    store.answers.clear()
+    try:
+        run_all([worker.shutdown], timeout=END)
+    finally:
+        store.answers.set()
+    assert "w0 leaves its group without the store" in caplog.text
+
+
+def test_waits_for_others_end_while_the_store_is_silent() -> None:
+    store = Silent()
+    with cluster(2, Options(member_lease=1.0), store=store, dynamic=True) as group:
+        rpc.register_service("known", 5)
+        store.answers.clear()
+        eventually(lambda: store.waiting)  # the thread that renews the lease
+        begun = time.monotonic()
+        try:
+            with pytest.raises(RpcTimeout, match="wait for worker w5"):
+                rpc.wait_for_worker("w5", timeout=SOON)
+            with pytest.raises(RpcTimeout, match="wait for the service known"):
+                rpc.get_service("known", timeout=SOON)
+            with pytest.raises(UnknownWorker):
+                rpc.rpc_sync("w5", abs, (-1,))
+            assert group[0].rpc_sync("w1", abs, (-1,)) == 1
+        finally:
+            store.answers.set()
+        assert time.monotonic() - begun < END
+        assert rpc.get_service("known", timeout=END).to_here() == 5
+
+
+def test_a_silent_store_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "telegrad")
+    store = Silent()
+    with cluster(1, Options(member_lease=0.4), store=store, dynamic=True):
+        store.fails = True
+        failures = store.failures
+        eventually(lambda: store.failures > failures + 5)
+        store.fails = False
+        eventually(lambda: "the store of the group of worker w0 replies again" in caplog.text)
+    assert caplog.text.count("worker w0 gets no reply from the store of its group: wait timeout") == 1
 
 
 def test_shutdown_does_not_wait_for_the_store() -> None:

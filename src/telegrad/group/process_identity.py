@@ -19,8 +19,12 @@ _EXIT_TIME = 0.5  # s for the kernel to finish the exit of a process that has cl
 
 def own_process() -> str:
     """Return the identity of this process, "" if the system does not provide it."""
-    found = _facts_of(os.getpid())
-    return "" if found is None else f"{_namespace()}/{os.getpid()}/{found[1]}"
+    try:
+        found = _facts_of(os.getpid())
+    except OSError:
+        return ""
+    namespace = _namespace()
+    return f"{namespace}/{os.getpid()}/{found[1]}" if found is not None and namespace else ""
 
 
 def fate_of(process: str, has_closed: bool = False) -> Fate:
@@ -31,14 +35,18 @@ def fate_of(process: str, has_closed: bool = False) -> Fate:
         has_closed: Its sockets have closed: if it is exiting, wait until the kernel has finished the exit.
 
     Returns:
-        UNKNOWN for a process of another host or container; STOPPED for a process that runs no code.
+        UNKNOWN for a process of another host or container, or if the system does not say; STOPPED for a process that
+        runs no code.
     """
     namespace, _, rest = process.rpartition("/")[0].rpartition("/")
     started = process.rpartition("/")[2]
-    if not process or namespace != _namespace():
+    if not namespace or namespace != _namespace():
         return UNKNOWN
     pid = int(rest)
-    found = _facts_of(pid)
+    try:
+        found = _facts_of(pid)
+    except OSError:  # for example, this process has no descriptors left
+        return UNKNOWN
     if found is None or found[1] != started or found[0] in "ZX":
         return GONE
     if has_closed and pid != os.getpid() and _ends_soon(pid):
@@ -68,10 +76,18 @@ def _namespace() -> str:
 
 
 def _facts_of(pid: int) -> tuple[str, str] | None:
-    """Return the state and the start time of a process; None if it has ended."""
+    """Return the state and the start time of a process; None if it has ended.
+
+    Raises:
+        OSError: The system does not say.
+    """
     try:
         with open(f"/proc/{pid}/stat") as f:
             fields = f.read().rpartition(")")[2].split()
-    except OSError:
-        return None
+    except (FileNotFoundError, ProcessLookupError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        raise  # it is hidden, as the processes of other users may be
     return fields[0], fields[19]

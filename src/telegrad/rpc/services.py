@@ -1,10 +1,14 @@
 """Named services: values that workers find by a name instead of by an owner."""
 
+import math
 import threading
+import time
 from typing import Any
 
 from telegrad.errors import TelegradError, UnknownWorker, WorkerLost
+from telegrad.group.group_store import GroupStore
 from telegrad.group.records import sealed, unsealed
+from telegrad.group.store_waits import StoreUnresponsive, within
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rpc.groups import membership_of, seconds_of, wait_until
 from telegrad.rref import RRef
@@ -14,6 +18,7 @@ from telegrad.worker.default_worker import open_worker
 __all__ = ["get_service", "register_service"]
 
 _KEY = "services"
+_LEAST, _MOST = 0.1, 5.0  # s that one read of the store may take
 
 
 def register_service(name: str, value: object) -> None:
@@ -49,9 +54,15 @@ def register_service(name: str, value: object) -> None:
                     f"worker {worker.info.name} cannot register the service {name}: worker {owner} has it, which is"
                     " alive. Choose another name."
                 )
-        _services(worker)[name] = value if isinstance(value, RRef) else RRef(value)
+        services = _services(worker)
+        before = services.get(name)
+        services[name] = value if isinstance(value, RRef) else RRef(value)  # others may ask for it at once
         if store.compare_set(_key(name), found, mine) == mine:
             return
+        if before is None:
+            del services[name]
+        else:
+            services[name] = before
 
 
 def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
@@ -77,11 +88,12 @@ def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
     worker = open_worker()
     service = membership_of(worker)
     limit = seconds_of(worker, timeout)
+    until = math.inf if limit is None else time.monotonic() + limit
     changed = threading.Event()
     gone: list[str] = []
 
     def find() -> int | None:
-        found = service.log.store.get(_key(name))
+        found = _read(service.log.store, _key(name), until)
         if found is None:
             return None
         of, owner, number, incarnation = unsealed(found, worker.group)
@@ -112,6 +124,18 @@ def _registered(name: str) -> RRef[Any]:
     if found is None:
         raise UnknownWorker((worker.info.name, worker.info.id), f"service {name}")
     return found
+
+
+def _read(store: GroupStore, key: str, until: float) -> str | None:
+    """Return the value of a key, None if there is none or the store does not reply.
+
+    Raises:
+        StoreGone: The host of the store is gone.
+    """
+    try:
+        return within(min(max(until - time.monotonic(), _LEAST), _MOST), lambda: store.get(key))
+    except StoreUnresponsive:
+        return None
 
 
 def _key(name: str) -> str:

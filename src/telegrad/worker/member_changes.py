@@ -1,11 +1,9 @@
 """Changes of a group and its connections, passed to the parts of a worker."""
 
-from contextlib import suppress
 from typing import Any
 
 from telegrad.group import addresses
 from telegrad.group.records import Member
-from telegrad.group.store_waits import StoreGone
 from telegrad.options import Options
 from telegrad.types import WorkerInfo
 from telegrad.worker import lifecycle_log
@@ -138,7 +136,5 @@ class MemberChanges:
 
     def _read_store(self) -> None:
         """Apply new entries of the group's log: an unknown worker may have joined."""
-        if self.membership is None:
-            return
-        with suppress(StoreGone):  # without its host, no worker can have joined
+        if self.membership is not None:
             self.membership.refresh()

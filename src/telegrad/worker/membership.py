@@ -77,21 +77,25 @@ def reserve(log: GroupLog, name: str, rank: int, options: Options, wait: Wait) -
     if namesake is not None and namesake.id != number:
         _require_end(log, namesake, number, timing, wait)
     owner = log.store.compare_set(f"rank/{number}", None, name)
-    if owner != name:
-        raise MembershipError(
-            f"rank {number} is taken by worker {owner}, so worker {name} cannot have it. Give each worker a rank of its"
-            " own."
-        )
-    if log.view.world_size is None:
-        log.store.set(f"id/{name}", str(number))
+    assert owner is not None
     lease = _lease(log, number, incarnation, timing)
     try:
-        lease.acquire(wait, lambda: f"worker {name} (rank {number})")
+        lease.acquire(wait, lambda: f"worker {owner} (rank {number})")
     except Taken:
         raise MembershipError(
-            f"rank {number} is taken by worker {name}, which is in the group already: its process is alive. Give each"
-            " worker a name and a rank of its own."
+            f"rank {number} is taken by worker {owner}, which {'is in the group already' if owner == name else 'joins it'}:"
+            " its process is alive. Give each worker a name and a rank of its own."
         ) from None
+    if owner != name:  # it has reserved the rank, never joined, and has ended
+        owner = log.store.compare_set(f"rank/{number}", owner, name)
+        if owner != name:
+            lease.release()
+            raise MembershipError(
+                f"rank {number} is taken by worker {owner}, so worker {name} cannot have it. Give each worker a rank of"
+                " its own."
+            )
+    if log.view.world_size is None:
+        log.store.set(f"id/{name}", str(number))
     return Reservation(WorkerInfo(name, number), incarnation, lease, timing)
 
 
@@ -114,7 +118,7 @@ def _require_end(log: GroupLog, namesake: Seat, number: int, timing: Timing, wai
 def _id_of(log: GroupLog, name: str) -> int:
     """Return the id of a name, or one that no name has had."""
     known = log.store.get(f"id/{name}")
-    if known is not None:
+    if known is not None and log.store.get(f"rank/{known}") == name:
         return int(known)
     while True:
         number = log.store.add("ids", 1) - 1
@@ -295,6 +299,8 @@ def commit(worker: Worker, service: MembershipService, member: Member) -> None:
         if written:
             break
         for event in (*events, *log.refresh()):  # another worker was faster
+            if isinstance(event, Joined) and event.member.name == member.name and event.member.id != member.id:
+                _require_end(log, event.member, member.id, service.timing, Wait(member.name, service.timing.lifetime))
             if not isinstance(event, Joined):
                 reach.newcomer.drop(event.member.id)
                 worker.members.retire(event.member.id)
@@ -423,7 +429,7 @@ def leave_dynamic(worker: Worker, budget: SharedDeadline) -> None:
     service = worker.membership
     assert service is not None
     try:
-        within(budget.left(), service.leave)
+        within(min(budget.left() or service.timing.lifetime, service.timing.lifetime), service.leave)
     except StoreGone as e:
         logger.warning(
             "worker %s leaves its group without the store; its host %s: %s. No worker can join any more.",

@@ -12,21 +12,22 @@ A lost connection is no such fact; it only makes the service check the member. E
 next two members, in the order of their ids, of those after them while these are late, and of those that it has lost the
 connection to.
 
-If the connection to the store is lost, the service connects again, for the lifetime of a lease. Then the worker goes on
-without the store: its host has ended. A worker that the group has removed in the meantime finds that in the log.
+If the connection to the store is lost, the service connects again (`StoreOutage`). A worker that the group has removed
+in the meantime finds that in the log. A silent store blocks only the thread of the service: other threads have it read
+the log, and wait for a limited time.
 
 A worker that notifies others of a new entry sends MEMBERSHIP, with the epoch and a phase. No handler takes part: the
 receiver's service reads the log and replies.
 """
 
 import logging
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from telegrad.errors import NotInitialized
 from telegrad.group.lease import Lease, read_lease
 from telegrad.group.log import GroupLog
 from telegrad.group.process_identity import GONE, RUNNING, STOPPED, UNKNOWN, fate_of
@@ -40,15 +41,16 @@ from telegrad.waits import wait_for
 from telegrad.wire import Tag
 from telegrad.worker.group_events import GroupEvents
 from telegrad.worker.members import Members
+from telegrad.worker.store_outage import StoreOutage
 
 __all__ = ["MembershipService"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
 APPLIED, GREW, DRAINED = range(3)  # phases of MEMBERSHIP: reply; the log has grown; the sender may be disconnected
+_REFRESH_TIMEOUT = 1.0  # s that a thread waits for the log to be read
 _ACK_TIMEOUT = 0.5  # s that a worker waits for the others to read its entry
 _INTERVALS = 3  # of heartbeats, within which the core loses a silent peer: csrc/core/silence.h
-_RECONNECT_TIMEOUT = 1.5  # s of one attempt to connect to the store again; `stop` may wait for it
 _STOP_TIMEOUT = 2.0  # s for the thread to release the lease, and to leave the code of the store before an exit
 
 
@@ -92,13 +94,14 @@ class MembershipService:
         self._stopped = False
         self._release = True  # the lease, at the end
         self.renewed: float = time.monotonic()  # when the lease was last renewed
-        self._gone_since: float | None = None  # when the connection to the store was found lost
+        self._outage = StoreOutage(worker.info.name, log, timing)
         self._is_member = False
         self._has_left = False
         self._suspects: deque[tuple[int, int, str, bool]] = deque()
         self._checked: dict[tuple[int, int], str] = {}  # suspects with observed leases, and what raised suspicion
         self._watches: dict[tuple[int, int], Watch] = {}  # by id and incarnation
         self._dialed: dict[tuple[int, int], float] = {}  # members with an expired lease, and since when they are dialed
+        self._refreshes: deque[threading.Event] = deque()  # threads that wait for the log to be read
         self._askers: deque[tuple[int, int]] = deque()  # peers that wait for this worker to apply an epoch
         self._unapplied: set[int] = set()  # peers that have not confirmed the epoch of `announce`
         self._applied = threading.Event()
@@ -149,15 +152,21 @@ class MembershipService:
         self._askers.append((peer, epoch))
         self._wake.set()
 
-    def refresh(self) -> None:
-        """Apply new entries of the log. Blocks while the store does.
+    def refresh(self, timeout: float = _REFRESH_TIMEOUT) -> None:
+        """Have the thread apply new entries of the log, unless the store is gone.
 
-        Raises:
-            StoreGone: The host of the store is gone.
+        Args:
+            timeout: Limit in seconds of the wait for it.
         """
-        with self._changing:
-            if self._is_member:
-                self._apply(self.log.refresh())
+        if not self._is_member or not self._thread.is_alive():
+            return
+        if self._thread is threading.current_thread():
+            self._read_log()
+            return
+        done = threading.Event()
+        self._refreshes.append(done)
+        self._wake.set()
+        wait_for(done, timeout)
 
     def append(self, change: Change, is_current: Callable[[], bool]) -> None:
         """Write an entry to the log while it is still current.
@@ -201,7 +210,7 @@ class MembershipService:
         try:
             self._end(change)
         except StoreGone:
-            if not (self._thread.is_alive() and self.log.reconnect(self._reconnect_timeout)):
+            if not (self._thread.is_alive() and self._outage.connect_again()):
                 raise
             self._end(change)
         self._is_member, self._has_left = False, True  # the goodbyes that follow are for this worker
@@ -234,6 +243,7 @@ class MembershipService:
             self._wake.clear()
             if self._stopped:
                 break
+            asked = [self._refreshes.popleft() for _ in range(len(self._refreshes))]
             try:
                 now = time.monotonic()
                 is_due, due = now >= due, due if now < due else now + renewal
@@ -246,56 +256,35 @@ class MembershipService:
                     self._check_members(is_due)
                 self._reply()
                 if is_due:
-                    self._gone_since = None
+                    self._outage.end()
             except StoreGone as e:
-                pause = self._reconnect(e)
+                pause = self._outage.reconnect(e)
                 if pause is None:
                     return
                 due = min(due, time.monotonic() + pause)
-            except RuntimeError as e:  # a timeout of the store, or a worker that closes
-                logger.debug("the membership of worker %s is late: %s", self._worker.info.name, e)
+            except NotInitialized:  # the worker closes
+                pass
+            except RuntimeError as e:  # a timeout of the store
+                if not self._stopped:
+                    self._outage.note_silence(e)
             except Exception:  # the thread continues: without it, the others would lose this worker
                 logger.exception("internal error in the membership of %s; please report it", self._worker.info.name)
+            finally:
+                for done in asked:
+                    done.set()
         if self._release:
             try:
                 self._lease.release()
             except RuntimeError as e:
                 logger.debug("worker %s could not release its lease: %s", self._worker.info.name, e)
 
-    @property
-    def _reconnect_timeout(self) -> float:
-        return min(self.timing.lifetime / 4, _RECONNECT_TIMEOUT)
-
-    def _reconnect(self, lost: RuntimeError) -> float | None:
-        """Connect to the store again.
-
-        Args:
-            lost: Error of the lost connection.
-
-        Returns:
-            Seconds until the next attempt to use the store; None if the worker goes on without it.
-        """
-        name = self._worker.info.name
-        if self.log.store.recovers:
-            logger.warning("worker %s cannot reach the store of its group: %s", name, lost)
-            return math.inf
-        is_first = self._gone_since is None
-        since = self._gone_since = self._gone_since or time.monotonic()
-        try:
-            if self.log.reconnect(self._reconnect_timeout):
-                logger.info("worker %s has connected to the store of its group again, after: %s", name, lost)
-                return 0.0 if is_first else self.timing.renewal / 2
-        except StoreGone as e:
-            if is_first:
-                logger.info("worker %s has lost the connection to the store of its group: %s", name, e)
-            if time.monotonic() - since < self.timing.lifetime:
-                return self.timing.renewal / 2
-            lost = e
-        logger.info("worker %s goes on without the store of its group: %s", name, lost)
-        return None
+    def _read_log(self) -> None:
+        with self._changing:
+            if self._is_member:
+                self._apply(self.log.refresh())
 
     def _check_members(self, is_due: bool) -> None:
-        self.refresh()
+        self._read_log()
         while self._suspects:
             self._check(*self._suspects.popleft())
         if is_due:
@@ -394,21 +383,30 @@ class MembershipService:
     # ---- effects of entries
 
     def _apply(self, events: list[Event]) -> None:
-        worker = self._worker
+        """Apply the effects of entries. The view has them already, so one that fails must not prevent the others."""
         for event in events:
-            member = event.member
-            if member.id == worker.info.id or member.name == worker.info.name:
-                self._apply_to_self(event)
-                continue
-            if isinstance(event, Joined):
-                worker.add_member(member.record)
-            elif isinstance(event, Lost):
-                worker.lose_member(member.id, member.incarnation, event.why)
-            elif not worker.static:  # a static group keeps the name; the goodbye has ended its connections
-                worker.members.retire(member.id)
-                if member.id not in worker.members.connected and member.id not in worker.members.lost:
-                    worker.remove_member(member.id, "it left the group")
-            self.events.add(event)
+            try:
+                self._apply_one(event)
+            except Exception:
+                if not self._stopped:
+                    logger.exception(
+                        "internal error in the membership of %s, in %s; please report it", self._worker.info.name, event
+                    )
+
+    def _apply_one(self, event: Event) -> None:
+        worker, member = self._worker, event.member
+        if member.id == worker.info.id or member.name == worker.info.name:
+            self._apply_to_self(event)
+            return
+        if isinstance(event, Joined):
+            worker.add_member(member.record)
+        elif isinstance(event, Lost):
+            worker.lose_member(member.id, member.incarnation, event.why)
+        elif not worker.static:  # a static group keeps the name; the goodbye has ended its connections
+            worker.members.retire(member.id)
+            if member.id not in worker.members.connected and member.id not in worker.members.lost:
+                worker.remove_member(member.id, "it left the group")
+        self.events.add(event)
 
     def _apply_to_self(self, event: Event) -> None:
         worker, member = self._worker, event.member

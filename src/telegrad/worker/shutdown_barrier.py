@@ -49,6 +49,7 @@ _MESSAGES: tuple[type, ...] = (
 )  # their index is their number on the wire
 _DRAIN_STEP = 0.005  # s between two checks for pending work
 _PAUSE = 0.005  # s between two rounds while work is pending
+_STORE_TIMEOUT = 5.0  # s for an operation of the store: its host may be silent
 _FINAL_GRACE = 1.0  # s for the leader to report missing workers, and for the others to leave first
 
 
@@ -258,10 +259,10 @@ class GracefulShutdown:
         if worker.closed:
             raise NotInitialized(f"{NotInitialized.CALL} (Another thread has shut down the worker in the meantime.)")
         if isinstance(end, GaveUp):
-            rendezvous.mark_abandoned(worker.store, budget.left())
+            rendezvous.mark_abandoned(worker.store, self._store_timeout(budget))
             raise ShutdownTimeout(timeout, tuple(map(members.name_of, end.missing)))
         gone = (*end.lost, *end.left)
-        if gone and not last and rendezvous.is_abandoned(worker.store, budget.left()):
+        if gone and not last and rendezvous.is_abandoned(worker.store, self._store_timeout(budget)):
             raise ShutdownTimeout(timeout, tuple(map(members.name_of, gone)), gave_up=True)
         members.gone_at_shutdown.update(gone)
         if not last and worker.membership is not None:
@@ -269,6 +270,10 @@ class GracefulShutdown:
         for peer in end.lost if last else ():
             if peer not in members.lost:
                 lifecycle_log.lost(worker, peer, "others noticed; this worker had no connection to it")
+
+    @staticmethod
+    def _store_timeout(budget: SharedDeadline) -> float:
+        return min(budget.left() or _STORE_TIMEOUT, _STORE_TIMEOUT)
 
     def drain(self, timeout: float) -> bool:
         """Wait until no call and no request is pending; return False on timeout.
