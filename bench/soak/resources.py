@@ -13,7 +13,7 @@ class Sample(NamedTuple):
     """Resources of a process at one moment."""
 
     at: float  # s
-    memory: float  # MB, its share of shared pages included (PSS)
+    memory: float  # MB, anonymous memory and its share of shared memory; not of files, which the number of processes changes
     descriptors: float
     threads: float
 
@@ -30,7 +30,8 @@ def sample(pid: int, at: float) -> Sample:
     """
     proc = Path(f"/proc/{pid}")
     rollup = (proc / "smaps_rollup").read_text()
-    kilobytes = next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+    sizes = {line.split()[0]: int(line.split()[1]) for line in rollup.splitlines()[1:]}
+    kilobytes = sizes["Anonymous:"] + sizes["Pss_Shmem:"]
     return Sample(at, kilobytes / 1000, len(list((proc / "fd").iterdir())), len(list((proc / "task").iterdir())))
 
 
