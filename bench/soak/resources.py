@@ -13,7 +13,7 @@ class Sample(NamedTuple):
     """Resources of a process at one moment."""
 
     at: float  # s
-    memory: float  # MB, anonymous memory and its share of shared memory; not of files, which the number of processes changes
+    memory: float  # MB, anonymous and its share of shared memory; its share of files depends on other processes
     descriptors: float
     threads: float
 
