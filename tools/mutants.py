@@ -1,7 +1,8 @@
-"""Takes rules out of the core, one at a time, and checks that a test fails.
+"""Takes rules out of the sources, one at a time, and checks that a test fails.
 
-Called as mutants.py VENV BUILD_FOLDER [NAMES]. `csrc/tests/mutants.toml` has the rules. The sources are copied, so the
-tree does not change. Exits with 1 if a mutant survives, or does not compile.
+Called as mutants.py VENV BUILD_FOLDER [NAMES]. `csrc/tests/mutants.toml` has rules of the core, `tests/mutants.toml`
+rules in Python. The sources are copied, so the tree does not change. Exits with 1 if a mutant survives, or does not
+compile.
 """
 
 import os
@@ -9,11 +10,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("CMakeLists.txt", "pyproject.toml", "cmake", "csrc")
 LIMIT = 300.0  # s for a test program
 
 
@@ -21,22 +22,111 @@ class Mutant(NamedTuple):
     """A rule to take out."""
 
     name: str
-    file: str  # below csrc
+    file: str  # below the folder of the suite's sources
     old: str  # occurs once in the file
     new: str
-    test: str  # a program of csrc/tests, without its ending
+    test: str  # a program of csrc/tests, without its ending; or a file below tests
     case: str = ""  # part of the names of its cases; empty: all
 
 
-def load() -> list[Mutant]:
-    """Return the mutants of the table."""
-    table = tomllib.loads((ROOT / "csrc/tests/mutants.toml").read_text())
+class Suite(Protocol):
+    """Sources with their tests."""
+
+    table: str
+    sources: str
+
+    def prepare(self, tree: Path, mutants: Sequence[Mutant]) -> None:
+        """Make the copied tree ready to run the tests of the mutants."""
+
+    def ends(self, mutant: Mutant) -> str:
+        """Return how the test of a mutant ends in the tree: it passes, fails, or hangs.
+
+        Raises:
+            RuntimeError: The sources do not compile; the text is the compiler's.
+        """
+
+
+class Core:
+    """The core in C++, built without optimization.
+
+    Args:
+        venv: Environment with the build tools.
+    """
+
+    table = "csrc/tests/mutants.toml"
+    sources = "csrc"
+
+    def __init__(self, venv: Path) -> None:
+        self._venv = venv
+        self._env = os.environ | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
+
+    def prepare(self, tree: Path, mutants: Sequence[Mutant]) -> None:
+        copy(tree, ("CMakeLists.txt", "pyproject.toml", "cmake", "csrc"))
+        self._folder = tree / "build"
+        if not (self._folder / "build.ninja").exists():
+            kind = ("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0")
+            parts = ("-DTELEGRAD_BUILD_PYTHON=OFF", "-DTELEGRAD_BUILD_TESTS=ON")
+            found = (f"-DCMAKE_PREFIX_PATH={self._venv}", f"-DPython_EXECUTABLE={self._venv / 'bin/python'}")
+            self._run("cmake", "-S", tree, "-B", self._folder, "-G", "Ninja", *kind, *parts, *found)
+        self._build({mutant.test for mutant in mutants})
+
+    def ends(self, mutant: Mutant) -> str:
+        self._build({mutant.test})
+        return ending([str(self._folder / mutant.test), *([mutant.case] if mutant.case else [])], self._env)
+
+    def _build(self, tests: set[str]) -> None:
+        self._run("cmake", "--build", self._folder, "--target", *sorted(tests))
+
+    def _run(self, *command: object) -> None:
+        done = subprocess.run(list(map(str, command)), env=self._env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stdout + done.stderr)
+
+
+class Python:
+    """The package in Python, with the core of the tree; its tests run in an environment of their own.
+
+    Args:
+        venv: Environment with the packages that the tests need.
+    """
+
+    table = "tests/mutants.toml"
+    sources = "src/telegrad"
+
+    def __init__(self, venv: Path) -> None:
+        self._venv = venv
+
+    def prepare(self, tree: Path, mutants: Sequence[Mutant]) -> None:
+        copy(tree, ("pyproject.toml", "src", "tests", "tools", "bench", "examples"))
+        self._tree = tree
+        subprocess.run([self._venv / "bin/python", "-m", "venv", "--without-pip", tree / "venv"], check=True)
+        (packages,) = (self._venv / "lib").glob("python*/site-packages")
+        (mine,) = (tree / "venv/lib").glob("python*/site-packages")
+        (mine / "shared.pth").write_text(f"{tree / 'src'}\n{packages}\n")
+
+    def ends(self, mutant: Mutant) -> str:
+        command = [str(self._tree / "venv/bin/python"), "-m", "pytest", "-q", "-x", f"tests/{mutant.test}"]
+        return ending([*command, *(["-k", mutant.case] if mutant.case else [])], dict(os.environ), self._tree)
+
+
+def ending(command: Sequence[str], env: dict[str, str], folder: Path | None = None) -> str:
+    """Run a test; return how it ends."""
+    try:
+        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, timeout=LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        return "hangs"
+    return "fails" if done.returncode else "passes"
+
+
+def load(suite: Suite) -> list[Mutant]:
+    """Return the mutants of a suite's table."""
+    table = tomllib.loads((ROOT / suite.table).read_text())
     return [Mutant(name, **fields) for name, fields in table.items()]
 
 
-def copy(tree: Path) -> None:
-    """Copy the sources; files that have not changed keep their times."""
-    for name in COPIED:
+def copy(tree: Path, names: Sequence[str]) -> None:
+    """Copy files and folders; files that have not changed keep their times."""
+    for name in names:
         for source in (path for path in (ROOT / name, *(ROOT / name).rglob("*")) if path.is_file()):
             target = tree / source.relative_to(ROOT)
             if not target.exists() or target.read_bytes() != source.read_bytes():
@@ -44,82 +134,52 @@ def copy(tree: Path) -> None:
                 shutil.copyfile(source, target)
 
 
-class Builder:
-    """Builds and runs the tests of the copied tree."""
-
-    def __init__(self, venv: Path, tree: Path) -> None:
-        self._tree = tree
-        self._folder = tree / "build"
-        self._env = os.environ | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
-        if not (self._folder / "build.ninja").exists():
-            kind = ("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0")
-            parts = ("-DTELEGRAD_BUILD_PYTHON=OFF", "-DTELEGRAD_BUILD_TESTS=ON")
-            found = (f"-DCMAKE_PREFIX_PATH={venv}", f"-DPython_EXECUTABLE={venv / 'bin/python'}")
-            self._run("cmake", "-S", tree, "-B", self._folder, "-G", "Ninja", *kind, *parts, *found)
-
-    def _run(self, *command: object) -> None:
-        done = subprocess.run(list(map(str, command)), env=self._env, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stdout + done.stderr)
-
-    def build(self, tests: set[str]) -> None:
-        """Build test programs.
-
-        Raises:
-            RuntimeError: The sources do not compile; the text is the compiler's.
-        """
-        self._run("cmake", "--build", self._folder, "--target", *sorted(tests))
-
-    def ends(self, test: str, case: str) -> str:
-        """Return how a test program ends: it passes, fails, or hangs."""
-        command = [str(self._folder / test), *([case] if case else [])]
-        try:
-            done = subprocess.run(command, env=self._env, capture_output=True, timeout=LIMIT, check=False)
-        except subprocess.TimeoutExpired:
-            return "hangs"
-        return "fails" if done.returncode else "passes"
-
-
-def end_without(mutant: Mutant, tree: Path, builder: Builder) -> str:
+def end_without(mutant: Mutant, tree: Path, suite: Suite) -> str:
     """Return how the test ends without the rule.
 
     Raises:
         RuntimeError: The rule is not where the table says, or the mutant does not compile.
     """
-    path = tree / "csrc" / mutant.file
+    path = tree / suite.sources / mutant.file
     text = path.read_text()
     if text.count(mutant.old) != 1:
         raise RuntimeError(f"{mutant.file} has the text {text.count(mutant.old)} times: {mutant.old}")
     path.write_text(text.replace(mutant.old, mutant.new))
     try:
-        builder.build({mutant.test})
-        return builder.ends(mutant.test, mutant.case)
+        return suite.ends(mutant)
     finally:
         path.write_text(text)
 
 
-def main() -> int:
-    venv, folder, *names = sys.argv[1:]
-    tree = Path(folder).resolve()
-    mutants = [m for m in load() if not names or m.name in names]
-    copy(tree)
-    builder = Builder(Path(venv).resolve(), tree)
-    builder.build({m.test for m in mutants})
-    failed = [m.test for m in mutants if builder.ends(m.test, m.case) != "passes"]
-    if failed:
-        print(f"fail without any mutant: {', '.join(failed)}")
-        return 1
-    alive = 0
+def survivors(suite: Suite, tree: Path, mutants: Sequence[Mutant]) -> int:
+    """Try the mutants of a suite; return how many survive."""
+    suite.prepare(tree, mutants)
+    failed = [m for m in {(m.test, m.case): m for m in mutants}.values() if suite.ends(m) != "passes"]
+    for mutant in failed:
+        print(f"FAILS without any mutant: {mutant.test} {mutant.case}")
+    alive = len(failed)
     for mutant in mutants:
         try:
-            end = end_without(mutant, tree, builder)
+            end = end_without(mutant, tree, suite)
         except RuntimeError as e:
             print(f"BROKEN   {mutant.name}\n{e}", flush=True)
             alive += 1
             continue
         alive += end == "passes"
         print(f"{'SURVIVED' if end == 'passes' else 'killed  '} {mutant.name}: {mutant.test} {end}", flush=True)
-    print(f"{len(mutants) - alive} of {len(mutants)} mutants are killed")
+    return alive
+
+
+def main() -> int:
+    venv, folder, *names = sys.argv[1:]
+    alive = count = 0
+    suites: tuple[Suite, ...] = (Core(Path(venv).resolve()), Python(Path(venv).resolve()))
+    for suite in suites:
+        mutants = [m for m in load(suite) if not names or m.name in names]
+        if mutants:
+            count += len(mutants)
+            alive += survivors(suite, Path(folder).resolve() / suite.sources.partition("/")[0], mutants)
+    print(f"{count - alive} of {count} mutants are killed")
     return 1 if alive else 0
 
 
