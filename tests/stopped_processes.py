@@ -17,8 +17,13 @@ def stop(pid: int | None) -> float:
     assert pid is not None
     begun = time.monotonic()
     os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()))
+    eventually(lambda: is_stopped(pid))
     return begun
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Return whether each thread of a process stands still."""
+    return all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir())
 
 
 def resume(pid: int | None) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from free_ports import free_port
-from stopped_processes import resume, stop
+from stopped_processes import is_stopped, resume, stop
 
 from telegrad import rpc
 from telegrad.rpc import Options
@@ -44,6 +44,11 @@ class Step:
     def is_over(self) -> bool:
         """Whether the function has ended."""
         return self._over.is_set()
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the function has returned."""
+        return self._outcome[0]
 
     def result(self, timeout: float = TIMEOUT) -> Any:
         """Return the result of the step.
@@ -98,6 +103,10 @@ class Actor:
     def stop(self) -> float:
         """Stop the process; return the time of the signal."""
         return stop(self.process.pid)
+
+    def is_stopped(self) -> bool:
+        """Whether each thread of the process stands still."""
+        return is_stopped(self.process.pid)
 
     def resume(self) -> float:
         """Let the stopped process go on; return the time."""

@@ -51,6 +51,16 @@ class Proxy:
                 self._close(route)
         return len(routes)
 
+    @property
+    def routes(self) -> int:
+        """Number of connections."""
+        return len(self._routes)
+
+    def reset_one(self, index: int) -> None:
+        """Reset one connection at both ends, by its place in the order in which they were made."""
+        with self._lock:
+            self._close(self._routes.pop(index))
+
     def close(self) -> None:
         """End the proxy and its connections."""
         self._ends = True

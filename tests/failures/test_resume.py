@@ -75,6 +75,34 @@ def test_resets_in_the_middle_of_many_calls(w: Cluster, proxy: Proxy) -> None:
     assert proxy.accepted >= 20
 
 
+def double(x: torch.Tensor) -> torch.Tensor:
+    executed[str(int(x[0]))] += 1
+    return x * 2
+
+
+@pytest.mark.parametrize("which", [0, 1, -1])
+def test_one_of_several_connections_breaks(which: int, w: Cluster, proxy: Proxy) -> None:
+    """Large messages are striped over connections, in both directions; one of these breaks meanwhile."""
+    n = 4 << 20
+    calls = 0
+    for _ in range(3):
+        while proxy.routes < 4:  # connections are added after large messages
+            calls += 1
+            assert w[0].rpc_sync("w1", double, (torch.full((n,), float(calls)),))[-1] == 2 * calls
+            assert calls < 100
+        numbers = range(calls + 1, calls + 7)
+        calls += len(numbers)
+        futures = [w[i % 2].rpc_async(f"w{1 - i % 2}", double, (torch.full((n,), float(i)),)) for i in numbers]
+        small = [w[i % 2].rpc_async(f"w{1 - i % 2}", count, (f"small {i}",)) for i in numbers]
+        accepted = proxy.accepted
+        proxy.reset_one(which)
+        for i, future in zip(numbers, futures, strict=True):
+            assert torch.equal(future.wait(), torch.full((n,), 2.0 * i))
+        assert [future.wait() for future in small] == [f"small {i}" for i in numbers]
+        eventually(lambda before=accepted: proxy.accepted > before)  # type: ignore[misc]
+    assert set(executed.values()) == {1}
+
+
 def test_asynchronous_calls_in_flight(w: Cluster, proxy: Proxy) -> None:
     for round_ in range(10):
         futures = [w[0].rpc_async("w1", count, (f"{round_}.{i}",)) for i in range(50)]

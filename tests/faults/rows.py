@@ -45,6 +45,7 @@ ROWS = (
         "S1.1",
         "one of two connections of a pair breaks",
         (
+            *tests_of("failures/test_resume.py", "test_one_of_several_connections_breaks"),
             *tests_of(_NETWORKS, "test_reset_lanes_cost_no_transfer", "test_a_reset_that_one_end_sees"),
             *tests_of("session_test.cc", "both_dial_at_once"),
         ),
