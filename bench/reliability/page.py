@@ -116,7 +116,8 @@ def faults(figures: Sequence[tuple[str, str, int]]) -> str:
     return (
         "## Faults\n\nEach fault that is known to have broken such systems, and how often one run of `make test` and"
         " `make test-slow` tries it: the cases of its tests (`tests/faults/rows.py`). The soak tries faults at random,"
-        " on top of this.\n\n" + table(("row", "fault", "cases"), figures)
+        " on top of this. Cases that a machine cannot run, as without root or etcd, count too.\n\n"
+        + table(("row", "fault", "cases"), figures)
     )
 
 

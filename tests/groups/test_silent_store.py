@@ -14,6 +14,7 @@ from process_helpers import TIMEOUT, actors, state
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, ShutdownTimeout, UnknownWorker
 from telegrad.group import rendezvous
+from telegrad.group.group_store import C10dStore
 from telegrad.group.store_waits import BoundedStore, StoreUnresponsive, within
 from telegrad.rpc import Options, Worker
 from telegrad.testing import cluster, eventually, run_all
@@ -140,8 +141,8 @@ def test_shutdown_does_not_wait_for_the_store() -> None:
     store = Silent()
     store.answers.clear()
     try:
-        assert not rendezvous.is_abandoned(store, SOON)
-        rendezvous.mark_abandoned(store, SOON)
+        assert not rendezvous.is_abandoned(C10dStore(store), SOON)  # type: ignore[arg-type]
+        rendezvous.mark_abandoned(C10dStore(store), SOON)  # type: ignore[arg-type]
     finally:
         store.answers.set()
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from telegrad.errors import TelegradError
+from telegrad.group.group_store import GroupStore
 from telegrad.group.records import Group, Member, member_of, record_of, seat_of
 from telegrad.group.secret import key_of
 from telegrad.group.store_waits import Store, StoreGone, base_of, place_of, wait_for_keys, within
@@ -36,6 +37,7 @@ __all__ = [
 logger: logging.Logger = logging.getLogger("telegrad")
 
 STATIC_AND_DYNAMIC = "RPC group mixes statically and dynamically initialized members which is not supported."
+_ABANDONED = "abandoned"
 _AGREEMENT = "agreement"
 _MEMBERS = "members"
 
@@ -227,7 +229,7 @@ def _missing(store: Store, first: int, end: int) -> list[int]:
     return _missing(store, first, middle) + _missing(store, middle, end)
 
 
-def mark_abandoned(store: Store, timeout: float) -> None:
+def mark_abandoned(store: GroupStore, timeout: float) -> None:
     """Publish that this worker leaves after a timeout.
 
     Then no worker can finish a shutdown that includes all workers.
@@ -237,10 +239,10 @@ def mark_abandoned(store: Store, timeout: float) -> None:
         timeout: Limit in seconds.
     """
     with suppress(RuntimeError):  # the store is gone, and with it the workers that would read the key
-        within(timeout, lambda: store.set("abandoned", "1"))
+        within(timeout, lambda: store.set(_ABANDONED, "1"))
 
 
-def is_abandoned(store: Store, timeout: float) -> bool:
+def is_abandoned(store: GroupStore, timeout: float) -> bool:
     """Return whether a worker has left the group after a timeout.
 
     Args:
@@ -248,6 +250,6 @@ def is_abandoned(store: Store, timeout: float) -> bool:
         timeout: Limit in seconds; 0 for none.
     """
     try:
-        return within(timeout, lambda: bool(store.check(["abandoned"])))
+        return within(timeout, lambda: store.get(_ABANDONED) is not None)
     except RuntimeError:
         return False

@@ -259,10 +259,11 @@ class GracefulShutdown:
         if worker.closed:
             raise NotInitialized(f"{NotInitialized.CALL} (Another thread has shut down the worker in the meantime.)")
         if isinstance(end, GaveUp):
-            rendezvous.mark_abandoned(worker.store, self._store_timeout(budget))
+            if worker.membership is not None:
+                rendezvous.mark_abandoned(worker.membership.log.store, self._store_timeout(budget))
             raise ShutdownTimeout(timeout, tuple(map(members.name_of, end.missing)))
         gone = (*end.lost, *end.left)
-        if gone and not last and rendezvous.is_abandoned(worker.store, self._store_timeout(budget)):
+        if gone and not last and self._is_abandoned(budget):
             raise ShutdownTimeout(timeout, tuple(map(members.name_of, gone)), gave_up=True)
         members.gone_at_shutdown.update(gone)
         if not last and worker.membership is not None:
@@ -270,6 +271,10 @@ class GracefulShutdown:
         for peer in end.lost if last else ():
             if peer not in members.lost:
                 lifecycle_log.lost(worker, peer, "others noticed; this worker had no connection to it")
+
+    def _is_abandoned(self, budget: SharedDeadline) -> bool:
+        service = self._worker.membership
+        return service is not None and rendezvous.is_abandoned(service.log.store, self._store_timeout(budget))
 
     @staticmethod
     def _store_timeout(budget: SharedDeadline) -> float:
