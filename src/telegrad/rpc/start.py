@@ -10,6 +10,7 @@ from telegrad.group.attempts import Attempts
 from telegrad.group.group_store import group_store_of
 from telegrad.group.joining import join_at
 from telegrad.group.log import GroupLog
+from telegrad.group.reservation import reserve
 from telegrad.group.secret import given_secret
 from telegrad.group.store_parts import Part, prefix_of
 from telegrad.group.store_waits import Store
@@ -207,7 +208,7 @@ def _join_static(
             lifecycle_log.joined(worker)
             return worker
         log = GroupLog(group_store_of(store), group, world_size)
-        reservation = membership.reserve(log, name, rank, options, attempts.wait(timeout))
+        reservation = reserve(log, name, rank, options, attempts.wait(timeout))
     except MembershipError as e:
         raise rendezvous.JoinRefused(str(e)) from None
     try:
