@@ -84,7 +84,9 @@ class Core:
 
 
 class Python:
-    """The package in Python, with the core of the tree; its tests run in an environment of their own.
+    """The package in Python, with the core of the tree.
+
+    Its tests run in an environment of their own.
 
     Args:
         venv: Environment with the packages that the tests need.

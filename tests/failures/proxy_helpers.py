@@ -57,7 +57,7 @@ class Proxy:
         return len(self._routes)
 
     def reset_one(self, index: int) -> None:
-        """Reset one connection at both ends, by its place in the order in which they were made."""
+        """Reset one connection at both ends, the oldest has the index 0."""
         with self._lock:
             self._close(self._routes.pop(index))
 

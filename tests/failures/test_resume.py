@@ -82,7 +82,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("which", [0, 1, -1])
 def test_one_of_several_connections_breaks(which: int, w: Cluster, proxy: Proxy) -> None:
-    """Large messages are striped over connections, in both directions; one of these breaks meanwhile."""
+    """Large messages are striped over connections, of which one breaks meanwhile."""
     n = 4 << 20
     calls = 0
     for _ in range(3):

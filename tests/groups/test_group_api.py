@@ -363,7 +363,7 @@ def test_an_effect_that_fails_does_not_prevent_the_next(
 
 
 def test_service_of_a_worker_that_loses_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The value that it had registered before remains, and that of a new name is dropped."""
+    """No value remains that it could not register."""
     with cluster(2, dynamic=True) as group:
         with group[1]:
             rpc.register_service("scores", 1)

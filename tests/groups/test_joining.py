@@ -231,7 +231,7 @@ def test_two_newcomers_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rank_of_a_newcomer_that_never_joined() -> None:
-    """The rank is free for another name once the newcomer has ended; its own name gets another rank."""
+    """The rank is free for another name once the newcomer has ended."""
     with cluster(1, dynamic=True) as group:
         log = log_of(group.store, group[0])
         for key, value in (("rank/5", "x"), ("id/x", "5")):

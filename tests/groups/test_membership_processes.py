@@ -176,7 +176,7 @@ def test_leaver_is_killed(four: list[Actor], where: str, step: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("step", JOINING)
 def test_newcomer_is_stopped(four: list[Actor], where: str, step: str) -> None:
-    """Others join meanwhile, one of them under its name; then it goes on, and must not stay."""
+    """Others join meanwhile, one of them under its name; it must not stay."""
     first, stopped, second, third = four
     first.do(join, first.name, where)
     stopped.do(die_at, step, signal.SIGSTOP)

@@ -383,7 +383,10 @@ class MembershipService:
     # ---- effects of entries
 
     def _apply(self, events: list[Event]) -> None:
-        """Apply the effects of entries. The view has them already, so one that fails must not prevent the others."""
+        """Apply the effects of entries.
+
+        The view has the entries already, so an effect that fails must not prevent the others.
+        """
         for event in events:
             try:
                 self._apply_one(event)

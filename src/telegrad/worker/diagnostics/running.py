@@ -136,7 +136,7 @@ class RunningHandlers:
 
 
 def _handler_of(frames: Iterable[FrameType]) -> _Handler:
-    """Return the name of the handler with these frames, innermost first, and its stack."""
+    """Return the name and the stack of the handler with these frames, innermost first."""
     stack: list[_Line] = []
     function, has_interceptors = NATIVE_FUNCTION, False
     for each in frames:  # the handler is the outermost, or the outermost within the interceptors
