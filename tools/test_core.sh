@@ -13,11 +13,13 @@ if command -v flock >/dev/null; then
   flock 9
 fi
 
+# -O1 -g1: compiles in half the time of RelWithDebInfo, and stacks have lines.
 if [ ! -f "$folder/build.ninja" ]; then
   . tools/check_compiler.sh
   check_compiler
   cmake -S . -B "$folder" -G Ninja -DTELEGRAD_BUILD_PYTHON=OFF -DTELEGRAD_BUILD_TESTS=ON \
-    -DTELEGRAD_SANITIZE="$sanitizers" -DTELEGRAD_WERROR=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+    -DTELEGRAD_SANITIZE="$sanitizers" -DTELEGRAD_WERROR=ON -DCMAKE_BUILD_TYPE=None \
+    -DCMAKE_CXX_FLAGS="${CXXFLAGS:-} -O1 -g1" \
     -DCMAKE_EXPORT_COMPILE_COMMANDS=ON >/dev/null
 fi
 cmake --build "$folder" | { grep -v 'no work to do' || true; }

@@ -15,7 +15,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from telegrad import rpc
 from telegrad.errors import TelegradError
 from telegrad.group.lease import Lease, lease_key, sealed_lease
+from telegrad.group.log import FellBehind
 from telegrad.protocols.leases import Timing, lease_value
+from telegrad.protocols.membership import Leave
 from telegrad.rpc import Options, Worker
 from telegrad.testing import Gate, cluster, eventually
 from telegrad.waits import Wait
@@ -267,10 +269,39 @@ def test_checkpoints_shorten_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
         original = type(store).read
         monkeypatch.setattr(type(store), "read", lambda self, epoch: read.append(epoch) or original(self, epoch))
         fresh = log_of(group.store)
-        assert read == [9]
+        assert read == [8]
         assert (fresh.view.members, fresh.view.owners, fresh.view.latest) == (
             log.view.members,
             log.view.owners,
             log.view.latest,
         )
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_old_entries_are_deleted(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that has not read them leaves, and a newcomer that has not does not join."""
+    monkeypatch.setattr("telegrad.group.log._INTERVAL", 4)
+    monkeypatch.setattr("telegrad.group.log._KEPT", 8)
+    with cluster(1, dynamic=True) as group:
+        late = log_of(group.store, group[0])
+        for _ in range(10 * steps):
+            Worker("w1", store=group.store).shutdown(timeout=30)
+        log = log_of(group.store, group[0])
+        epoch = log.view.epoch
+        assert epoch == 1 + 20 * steps
+        kept = [n for n in range(1, epoch + 1) if group.store.check([f"log/{n:010}"])]
+        first = epoch // 4 * 4 - 8 + 1
+        assert kept == list(range(first, epoch + 1))
+        with pytest.raises(FellBehind, match="has missed more than 8 changes of the group"):
+            late.refresh()
+        with pytest.raises(FellBehind):
+            late.append(Leave(0, 1))
+        assert sorted(members_of(group.store)) == ["w0"]
+        service = group[0]._worker.membership
+        assert service is not None
+        service.log.view = late.view  # as if it had been stopped for all that time
+        service.notify()
+        eventually(group[0]._worker._close_done.is_set)
+        assert "it has missed more than 8 changes of the group" in group[0]._worker.fenced
+        group.workers.clear()

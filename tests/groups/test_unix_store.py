@@ -60,6 +60,9 @@ def test_written_keys_are_in_the_backing_store(port: int, backing: Any) -> None:
     assert (store.add("count", 2), store.add("count", 3)) == (2, 5)
     assert store.check(["text", "count"])
     assert not store.check(["text", "nothing"])
+    assert store.delete_key("text")
+    assert not store.delete_key("text")
+    assert not backing.check(["text"])
     large = os.urandom(5_000_000)  # more than a socket buffers
     store.set("large", large)
     assert store.get("large") == large
@@ -74,6 +77,8 @@ def test_use_through_torchs_prefix_store(port: int, backing: Any) -> None:
     assert part.get("key") == b"value"
     assert part.has_extended_api()
     assert part.multi_get(["key"]) == [b"value"]
+    assert part.delete_key("key")
+    assert not backing.check(["part/key"])
     part.set_timeout(BLINK)
     assert whole.timeout == BLINK
     with pytest.raises(RuntimeError):

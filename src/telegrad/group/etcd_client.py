@@ -123,6 +123,10 @@ class EtcdClient:
         """Write a key."""
         self.request("kv/put", {"key": b64(key), "value": b64(value)})
 
+    def delete(self, first: str, end: str) -> None:
+        """Delete a range of keys."""
+        self.request("kv/deleterange", {"key": b64(first), "range_end": b64(end)})
+
     def compare_set(self, key: str, expected: str | None, desired: str, lease: str = "0") -> str | None:
         """Write a key if it has the expected value, or none, and return its value."""
         condition: dict[str, object] = {"key": b64(key), "result": "EQUAL"}

@@ -160,6 +160,9 @@ class EtcdGroupStore:
     def read(self, epoch: int) -> list[str]:
         return [value for _, value in self._client.range(self._log(epoch), f"{self._prefix}log0")]
 
+    def forget(self, epochs: range) -> None:
+        self._client.delete(self._log(epochs.start), self._log(epochs.stop))
+
     def watch(self, notify: Callable[[], None]) -> Callable[[], None]:
         return self._client.watch(f"{self._prefix}log/", notify)
 

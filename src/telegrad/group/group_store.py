@@ -4,6 +4,7 @@ A store holds values, counters, the log of epochs and leases. The store of torch
 default (`C10dStore`). `telegrad.group.etcd_store` has the implementation on etcd.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -14,6 +15,8 @@ from telegrad.group.probing import probe
 from telegrad.group.store_waits import Part, Store, StoreGone, base_of, within
 
 __all__ = ["C10dStore", "GroupStore", "group_store_of", "outlives_groups"]
+
+logger: logging.Logger = logging.getLogger("telegrad")
 
 _LOG = "log/{:010}"
 
@@ -55,6 +58,9 @@ class GroupStore(Protocol):
 
     def read(self, epoch: int) -> list[str]:
         """Return the entries of the log from an epoch on."""
+
+    def forget(self, epochs: range) -> None:
+        """Delete the entries of some epochs, if the store can."""
 
     def watch(self, notify: Callable[[], None]) -> Callable[[], None] | None:
         """Call `notify` on a thread of the store when the log has grown.
@@ -130,6 +136,14 @@ class C10dStore:
         while (found := self.get(_LOG.format(epoch + len(entries)))) is not None:
             entries.append(found)
         return entries
+
+    def forget(self, epochs: range) -> None:
+        try:
+            self._use(lambda store: [store.delete_key(_LOG.format(epoch)) for epoch in epochs])
+        except StoreGone:
+            raise
+        except (RuntimeError, AttributeError) as e:  # a store of the program that has no such operation
+            logger.debug("old entries of the group's log remain: %s", e)
 
     def reconnect(self, timeout: float, is_same: Callable[[Store], bool]) -> bool:
         with self._reconnecting:

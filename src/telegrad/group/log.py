@@ -1,6 +1,8 @@
 """Log of a group's epochs in its store, as one worker reads and writes it.
 
-A checkpoint holds the members at an epoch, so a newcomer reads few entries however old the group is.
+A checkpoint holds the members at an epoch, so a newcomer reads few entries however old the group is. Entries far before
+it are deleted: a group that changes for months needs no more of the store. A worker that has missed as many entries has
+left the group long ago.
 """
 
 import logging
@@ -14,13 +16,21 @@ from telegrad.group.records import Group, Member, sealed, seat_of, unsealed
 from telegrad.group.store_waits import Store
 from telegrad.protocols.membership import Change, Event, GroupView, Join, Leave, Lose
 
-__all__ = ["GroupLog", "has_members"]
+__all__ = ["FellBehind", "GroupLog", "has_members"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
 _CHECKPOINT = "checkpoint"
 _INTERVAL = 64  # epochs between two checkpoints
+_KEPT = 16 * _INTERVAL  # epochs before a checkpoint whose entries remain
 _KINDS: tuple[type, ...] = (Join, Leave, Lose)  # their index is their number in the store
+
+
+class FellBehind(TelegradError):
+    """The entries that this worker has not read exist no more."""
+
+    def __init__(self) -> None:
+        super().__init__(f"it has missed more than {_KEPT} changes of the group")
 
 
 class GroupLog:
@@ -56,7 +66,11 @@ class GroupLog:
         self._refresh(strict=True)
 
     def refresh(self) -> list[Event]:
-        """Apply new entries, except those that were not made with the group's secret."""
+        """Apply new entries, except those that were not made with the group's secret.
+
+        Raises:
+            FellBehind: There are new entries, but the next one exists no more.
+        """
         return self._refresh(strict=False)
 
     def append(self, change: Change) -> tuple[bool, list[Event]]:
@@ -64,6 +78,9 @@ class GroupLog:
 
         Returns:
             Whether the entry is in the log, and the effects of the entry that is.
+
+        Raises:
+            FellBehind: The entry was written where others exist no more, so no worker will read it.
         """
         assert self.group is not None
         with self._lock:
@@ -72,9 +89,12 @@ class GroupLog:
             found = self.store.append(epoch, mine)
             if found != mine:
                 return False, self._apply(found, strict=False)
+            if self._checkpoint_epoch() > epoch:
+                raise FellBehind
             events = self.view.apply(change)
             if epoch % _INTERVAL == 0:
                 self.store.set(_CHECKPOINT, sealed(self._state(), self.group))
+                self.store.forget(range(max(epoch - _KEPT - _INTERVAL, 0) + 1, epoch - _KEPT + 1))
             return True, events
 
     def reconnect(self, timeout: float) -> bool:
@@ -85,7 +105,19 @@ class GroupLog:
 
     def _refresh(self, strict: bool) -> list[Event]:
         with self._lock:
-            return [event for entry in self.store.read(self.view.epoch + 1) for event in self._apply(entry, strict)]
+            epoch = self.view.epoch
+            entries = self.store.read(max(epoch, 1))  # the last one, too: it exists unless this worker fell behind
+            if not entries and self._checkpoint_epoch() > epoch:
+                raise FellBehind
+            new = entries[1:] if epoch else entries
+            return [event for entry in new for event in self._apply(entry, strict)]
+
+    def _checkpoint_epoch(self) -> int:
+        found = self.store.get(_CHECKPOINT)
+        try:
+            return 0 if found is None else int(unsealed(found, self.group)[0])
+        except TelegradError:  # another program has written it: newcomers fail, members go on
+            return 0
 
     def _apply(self, entry: str, strict: bool) -> list[Event]:
         try:

@@ -39,9 +39,9 @@ else:
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_MESSAGE = 1 << 28  # bytes of a message
-_HELLO = b"telegrad store 3"
+_HELLO = b"telegrad store 4"
 _OK, _FAILED = 0, 1
-_SET, _GET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _RELEASE_PORT = range(7)
+_SET, _GET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _RELEASE_PORT, _DELETE = range(8)
 # Interval of checks for keys written by workers of other hosts. It grows while none arrives.
 _MIN_PAUSE, _MAX_PAUSE = 0.002, 0.05  # s
 _TIMEOUT = 1.0  # s for a reply to a request for the port
@@ -274,6 +274,8 @@ class UnixStoreServer:
             return _message(_OK, [store.compare_set(keys[0], *fields[1:3])]), keys
         if kind == _ADD:
             return _message(_OK, [b"%d" % store.add(keys[0], int(fields[1]))]), keys
+        if kind == _DELETE:
+            return _message(_OK, [b"1" if store.delete_key(keys[0]) else b""]), ()
         if kind == _RELEASE_PORT:
             return _message(_OK, [b"1" if self._release_port() else b""]), ()
         if kind == _CHECK:
@@ -409,6 +411,11 @@ class LocalStore(_Store):
 
     def add(self, key: str, number: int) -> int:
         return int(self._request(_ADD, key.encode(), b"%d" % number)[0])
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._request(_DELETE, key.encode())[0])
+
+    deleteKey = delete_key  # the name by which torch's stores call it from C++
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._request(_CHECK, *(key.encode() for key in keys))[0])

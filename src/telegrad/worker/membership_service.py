@@ -29,7 +29,7 @@ from typing import Protocol
 
 from telegrad.errors import NotInitialized
 from telegrad.group.lease import Lease, read_lease
-from telegrad.group.log import GroupLog
+from telegrad.group.log import FellBehind, GroupLog
 from telegrad.group.process_identity import GONE, RUNNING, STOPPED, UNKNOWN, fate_of
 from telegrad.group.records import Member
 from telegrad.group.store_waits import StoreGone
@@ -209,6 +209,8 @@ class MembershipService:
         change = Leave(me.info.id, me.incarnation)
         try:
             self._end(change)
+        except FellBehind:  # the group has removed it long ago
+            pass
         except StoreGone:
             if not (self._thread.is_alive() and self._outage.connect_again()):
                 raise
@@ -257,6 +259,9 @@ class MembershipService:
                 self._reply()
                 if is_due:
                     self._outage.end()
+            except FellBehind as e:
+                self._worker.fence(str(e))
+                return
             except StoreGone as e:
                 pause = self._outage.reconnect(e)
                 if pause is None:
