@@ -3,13 +3,15 @@
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from telegrad import rpc
 from telegrad.errors import TelegradError
-from telegrad.rpc import Worker
+from telegrad.protocols.membership import incarnation_of
+from telegrad.rpc import Worker, collectives
 from telegrad.rpc.api import _all_gather
 from telegrad.rpc.collectives import LeftWhileGathering, LostWhileGathering, gathering_of
 from telegrad.rpc.gathering import Gathering
@@ -196,6 +198,18 @@ def test_results_for_the_previous_processes_come_first() -> None:
         op, _, _ = follower.begin(ordinals, "test")
         assert op == expected
         follower.finish(op)
+
+
+def test_the_loss_of_a_previous_process_ends_no_operation() -> None:
+    """This worker has not read in the log that the worker came back."""
+    op, _, _ = Gathering("w0", lambda names: (1, 2)).begin(("w0", "w1"), "test")
+    ended: dict[str, int] = {"w1": incarnation_of(1, 0)}
+    members = SimpleNamespace(lost_processes=lambda: ended, departed_names=lambda: ended.keys())
+    worker: Any = SimpleNamespace(members=members)
+    collectives._check_losses(worker, op, {"w0", "w1"}, set())
+    ended["w1"] = incarnation_of(2, 0)
+    with pytest.raises(LeftWhileGathering, match="w1 left"):
+        collectives._check_losses(worker, op, {"w0", "w1"}, set())
 
 
 # ---- values of operations that have failed

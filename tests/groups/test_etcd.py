@@ -80,7 +80,9 @@ def test_log_and_counters_of_a_group(where: str, prefix: str) -> None:
     assert (group.read(1), group.read(2), group.read(3)) == (["first", "second"], ["second"], [])
     assert (group.get("log/0000000001"), group.get("none")) == ("first", None)
     group.forget(range(1, 2))
-    assert (group.read(1), group.get("log/0000000001")) == (["second"], None)
+    assert (group.read(1), group.get("log/0000000001")) == ([], None)
+    assert group.append(4, "after a gap") == "after a gap"
+    assert group.read(2) == ["second"]
     assert [group.add("ids", 1), group.add("ids", 1)] == [1, 2]
     assert group.compare_set("key", None, "a") == "a"
     assert group.compare_set("key", None, "b") == "a"

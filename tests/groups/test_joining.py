@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from telegrad import rpc
 from telegrad.errors import TelegradError
 from telegrad.group.lease import Lease, lease_key, sealed_lease
 from telegrad.group.log import FellBehind
+from telegrad.group.process_identity import own_process
 from telegrad.protocols.leases import Timing, lease_value
 from telegrad.protocols.membership import Leave
 from telegrad.rpc import Options, Worker
@@ -67,9 +69,11 @@ def renewed_lease(store: Any, like: Worker, rank: int, incarnation: int) -> Iter
 
     thread = threading.Thread(target=renew)
     thread.start()
-    yield
-    stop.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_join_does_not_wait_for_a_busy_member() -> None:
@@ -232,13 +236,20 @@ def test_two_newcomers_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
         group.workers.append(faster[0])
 
 
+def process_1() -> str:
+    """Return the identity of another process of this host."""
+    started = Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{own_process().rpartition('/')[0].rpartition('/')[0]}/1/{started}"
+
+
 def test_rank_of_a_newcomer_that_never_joined() -> None:
     """The rank is free for another name once the newcomer has ended."""
     with cluster(1, dynamic=True) as group:
         log = log_of(group.store, group[0])
         for key, value in (("rank/5", "x"), ("id/x", "5")):
             log.store.set(key, value)
-        lease = Lease(log.store, group[0]._worker.group, 5, 1, Timing(1000.0))
+        lease = Lease(log.store, group[0]._worker.group, 5, "x", 1, Timing(1000.0))
+        lease._process = process_1()
         lease.acquire(Wait("x", 1.0), lambda: "x")
         with pytest.raises(RuntimeError, match="rank 5 is taken by worker x, which joins it"):
             Worker("y", 5, store=group.store)
@@ -269,13 +280,67 @@ def test_checkpoints_shorten_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
         original = type(store).read
         monkeypatch.setattr(type(store), "read", lambda self, epoch: read.append(epoch) or original(self, epoch))
         fresh = log_of(group.store)
-        assert read == [8]
+        assert read == [9]
         assert (fresh.view.members, fresh.view.owners, fresh.view.latest) == (
             log.view.members,
             log.view.owners,
             log.view.latest,
         )
         monkeypatch.undo()
+
+
+def test_an_entry_before_a_checkpoint_of_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one is faster by some entries: that is no reason to leave."""
+    monkeypatch.setattr("telegrad.group.log._INTERVAL", 4)
+    monkeypatch.setattr("telegrad.group.log._KEPT", 8)
+    with cluster(1, dynamic=True) as group:
+        one, other = (log_of(group.store, group[0]) for _ in range(2))
+        original = one.store.append
+
+        def append(epoch: int, entry: str) -> str:
+            found = original(epoch, entry)
+            other.refresh()
+            for number in range(7):
+                assert other.append(Leave(100 + number, 1))[0]
+            return found
+
+        monkeypatch.setattr(one.store, "append", append)
+        assert one.append(Leave(99, 1))[0]
+        assert one.view.epoch == 2
+        one.refresh()
+        assert one.view.epoch == 9
+
+
+def test_a_checkpoint_does_not_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was stopped while it wrote one goes on when there are later ones."""
+    monkeypatch.setattr("telegrad.group.log._INTERVAL", 4)
+    monkeypatch.setattr("telegrad.group.log._KEPT", 8)
+    with cluster(1, dynamic=True) as group:
+        late = log_of(group.store, group[0])
+        for _ in range(10):
+            Worker("w1", store=group.store).shutdown(timeout=30)
+        before = {key: late.store.get(key) for key in ("checkpoint", "deleted")}
+        late._write_checkpoint(12)
+        assert {key: late.store.get(key) for key in ("checkpoint", "deleted")} == before
+        service = group[0]._worker.membership
+        assert service is not None
+        late.store.set("checkpoint", "forged")
+        service.log._write_checkpoint(service.log.view.epoch)
+        assert log_of(group.store).view.members.keys() == {0}
+
+
+def test_a_deletion_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that reads up to the gap is not up to date."""
+    monkeypatch.setattr("telegrad.group.log._INTERVAL", 4)
+    monkeypatch.setattr("telegrad.group.log._KEPT", 8)
+    with cluster(1, dynamic=True) as group:
+        late = log_of(group.store, group[0])
+        monkeypatch.setattr(type(late.store), "forget", lambda self, epochs: group.store.delete_key("log/0000000005"))
+        for _ in range(10):
+            Worker("w1", store=group.store).shutdown(timeout=30)
+        with pytest.raises(FellBehind):
+            late.refresh()
+        assert late.view.epoch == 4
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])

@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
+from telegrad.options import Options
+from telegrad.types import WorkerInfo
 from telegrad.worker.member_changes import MemberChanges
 
 
@@ -11,6 +13,7 @@ def worker_with_peer(incarnation: int) -> tuple[MemberChanges, MagicMock]:
     parts = MagicMock()
     parts.members.get.return_value = SimpleNamespace(id=1, incarnation=incarnation)
     changes = MemberChanges()
+    changes.info, changes.host, changes.options = WorkerInfo("w0", 0), "here", Options()
     for name in ("engine", "members", "membership", "references", "remembered_runs", "autograd", "shutdown"):
         setattr(changes, name, getattr(parts, name))
     return changes, parts
@@ -60,3 +63,51 @@ def test_a_successor_keeps_its_references_when_its_predecessor_is_lost() -> None
     assert not parts.references.mock_calls
     assert not parts.autograd.mock_calls
     parts.members.mark_lost.assert_not_called()
+
+
+def add_member(changes: MemberChanges, parts: MagicMock, incarnation: int, returned: bool, lost: bool) -> None:
+    parts.members.add.return_value = returned
+    parts.members.lost = {1: "its session has ended"} if lost else {}
+    changes.add_member(SimpleNamespace(id=1, name="w1", incarnation=incarnation, host="here", addresses=["shm:@w1"]))  # type: ignore[arg-type]
+
+
+def test_another_process_gets_messages_in_another_epoch() -> None:
+    """They are not those for its predecessor, whose loss this worker may not know of."""
+    changes, parts = worker_with_peer(incarnation=7)
+    add_member(changes, parts, incarnation=8, returned=True, lost=False)
+    assert parts.references.mock_calls == [call.peer_joined(1)]
+    assert parts.autograd.mock_calls == [call.peer_joined(1)]
+    assert parts.engine.mock_calls == [call.set_peer(1, "w1", 8, ["shm:@w1"])]
+
+
+def test_the_runs_of_a_predecessor_are_forgotten() -> None:
+    changes, parts = worker_with_peer(incarnation=7)
+    add_member(changes, parts, incarnation=8, returned=True, lost=False)
+    assert parts.remembered_runs.mock_calls == [call.forget_caller(7)]
+
+
+def test_the_shutdown_waits_for_another_process() -> None:
+    changes, parts = worker_with_peer(incarnation=7)
+    add_member(changes, parts, incarnation=8, returned=True, lost=False)
+    assert parts.shutdown.mock_calls == [call.peer_back(1)]
+
+
+def test_a_lost_worker_may_connect_again_with_its_next_entry() -> None:
+    changes, parts = worker_with_peer(incarnation=7)
+    add_member(changes, parts, incarnation=7, returned=False, lost=True)
+    assert parts.references.mock_calls == parts.autograd.mock_calls == [call.peer_joined(1)]
+    assert not parts.shutdown.mock_calls, "the group has heard of the loss"
+
+
+def test_a_known_process_keeps_its_references() -> None:
+    changes, parts = worker_with_peer(incarnation=7)
+    add_member(changes, parts, incarnation=7, returned=False, lost=False)
+    assert parts.references.mock_calls == parts.autograd.mock_calls == parts.remembered_runs.mock_calls == []
+
+
+def test_messages_to_a_worker_that_was_lost_before_are_not_sent() -> None:
+    for lost, departed in ((False, False), (True, False), (False, True)):
+        changes, parts = worker_with_peer(incarnation=7)
+        parts.members.lost, parts.shutdown.is_leaving = {1: "its lease has expired"} if lost else {}, False
+        changes.on_peer_lost(1, 7, "reset", departed)
+        assert parts.references.mock_calls == [call.peer_lost(1, "reset", lost or departed)]

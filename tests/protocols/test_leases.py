@@ -171,10 +171,24 @@ def test_a_value_that_the_member_has_not_written_is_no_news() -> None:
     assert (watch.renewals, watch.has_expired(108.0)) == (1, False)
 
 
+def test_a_value_that_is_written_again_is_no_news() -> None:
+    """Another program that has seen old values keeps no member alive."""
+    values = [lease_value(7, "p", count) for count in range(3)]
+    watch = Watch(TIMING, 100.0, values[2])
+    for at in range(1, 8):
+        watch.observe(100.0 + at, values[at % 2])
+    assert (watch.renewals, watch.has_expired(107.9), watch.has_expired(108.0)) == (0, False, True)
+    watch.observe(107.5, released_value(7))
+    watch.observe(107.6, values[2])
+    assert watch.released
+    watch.observe(107.7, lease_value(8, "p", 0))
+    assert (watch.released, watch.renewals) == (False, 1)
+
+
 def test_the_holder_of_a_lease() -> None:
     assert (holder_of(lease_value(7, "p", 3)), process_of(lease_value(7, "p", 3))) == (7, "p")
     assert (holder_of(released_value(7)), holder_of(None), holder_of(NO_NEWS)) == (7, -1, -1)
-    for nonsense in ("nonsense", "[]", "{}", '["a"]', "5"):
+    for nonsense in ("nonsense", "[]", "{}", '["a"]', "5", "[Infinity]", "[" * 100_000):
         assert (holder_of(nonsense), process_of(nonsense)) == (-1, "")
 
 

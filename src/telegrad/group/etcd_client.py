@@ -32,12 +32,12 @@ _WATCH_TIMEOUT = 600.0  # s until an idle watch begins again
 
 def b64(value: str | bytes) -> str:
     """Return a key or value as the gateway expects it."""
-    return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
+    return base64.b64encode(value.encode(errors="surrogateescape") if isinstance(value, str) else value).decode()
 
 
 def text(value: str) -> str:
     """Return the text of a key or value of the gateway."""
-    return base64.b64decode(value).decode()
+    return base64.b64decode(value).decode(errors="surrogateescape")
 
 
 class EtcdClient:

@@ -158,7 +158,8 @@ class EtcdGroupStore:
         return found
 
     def read(self, epoch: int) -> list[str]:
-        return [value for _, value in self._client.range(self._log(epoch), f"{self._prefix}log0")]
+        found = self._client.range(self._log(epoch), f"{self._prefix}log0")
+        return [value for at, (key, value) in enumerate(found) if key == self._log(epoch + at)]  # up to a gap
 
     def forget(self, epochs: range) -> None:
         self._client.delete(self._log(epochs.start), self._log(epochs.stop))

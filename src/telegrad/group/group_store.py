@@ -115,7 +115,7 @@ class C10dStore:
             raise
 
     def get(self, key: str) -> str | None:
-        return self._use(lambda store: bytes(store.get(key)).decode() if store.check([key]) else None)
+        return self._use(lambda store: _text(store.get(key)) if store.check([key]) else None)
 
     def set(self, key: str, value: str) -> None:
         self._use(lambda store: store.set(key, value))
@@ -124,12 +124,13 @@ class C10dStore:
         return int(self._use(lambda store: store.add(key, number)))
 
     def compare_set(self, key: str, expected: str | None, desired: str, lifetime: float = 0) -> str | None:
-        found = bytes(self._use(lambda store: store.compare_set(key, expected or "", desired))).decode()
+        written = _bytes(expected or ""), _bytes(desired)
+        found = _text(self._use(lambda store: store.compare_set(key, *written)))
         # For a missing key, the result is the expected value.
         return self.get(key) if found == expected else found
 
     def append(self, epoch: int, entry: str) -> str:
-        return bytes(self._use(lambda store: store.compare_set(_LOG.format(epoch), "", entry))).decode()
+        return _text(self._use(lambda store: store.compare_set(_LOG.format(epoch), "", entry)))
 
     def read(self, epoch: int) -> list[str]:
         entries: list[str] = []
@@ -164,6 +165,15 @@ class C10dStore:
 
     def watch(self, notify: Callable[[], None]) -> None:
         return None
+
+
+def _text(value: bytes) -> str:
+    """Return a value as text, also one that another program has written: it compares equal to itself."""
+    return bytes(value).decode(errors="surrogateescape")
+
+
+def _bytes(value: str) -> bytes:
+    return value.encode(errors="surrogateescape")
 
 
 def group_store_of(store: Store) -> GroupStore:

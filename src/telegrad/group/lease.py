@@ -15,7 +15,16 @@ from telegrad.errors import TelegradError
 from telegrad.group.group_store import GroupStore
 from telegrad.group.process_identity import GONE, RUNNING, fate_of, own_process
 from telegrad.group.records import Group, sealed, unsealed
-from telegrad.protocols.leases import NO_NEWS, Timing, Watch, holder_of, lease_value, process_of, released_value
+from telegrad.protocols.leases import (
+    NO_NEWS,
+    Timing,
+    Watch,
+    holder_of,
+    lease_value,
+    name_of,
+    process_of,
+    released_value,
+)
 from telegrad.waits import Wait
 
 __all__ = ["Lease", "Taken", "lease_key", "read_lease", "sealed_lease"]
@@ -74,16 +83,29 @@ class Lease:
         store: Store of the group.
         group: Token and secret of the group.
         worker_id: Id of the worker.
+        name: Name of the worker.
         incarnation: Incarnation of the worker.
         timing: Times of the leases of the group.
+        least: Incarnation of the member with this id: what earlier ones have written is no news of it.
     """
 
-    def __init__(self, store: GroupStore, group: Group, worker_id: int, incarnation: int, timing: Timing) -> None:
+    def __init__(
+        self,
+        store: GroupStore,
+        group: Group,
+        worker_id: int,
+        name: str,
+        incarnation: int,
+        timing: Timing,
+        least: int = 0,
+    ) -> None:
         self._store = store
         self._group = group
         self._id = worker_id
         self._key = lease_key(worker_id)
+        self._name = name
         self._incarnation = incarnation
+        self._least = least
         self._timing = timing
         self._process = own_process()
         self._count = 0
@@ -103,12 +125,12 @@ class Lease:
         watch = Watch(self._timing, time.monotonic(), self._read(found))
         while True:
             if self._holder_has_ended(watch):
-                mine = self._sealed(self._value())
+                self._held = mine = self._sealed(self._value())  # the reply may be lost
                 found = self._store.compare_set(self._key, found, mine, self._timing.lifetime)
                 if found == mine:
-                    self._held = mine
                     return
-            if watch.renewals or fate_of(process_of(watch.value)) == RUNNING or not wait.left:
+                self._held = None
+            if watch.renewals or self._holder_runs(watch) or not wait.left:
                 raise Taken(f"{describe()} is alive")
             wait.step(lambda: (f"the end of {describe()}", "its lease has not expired"))
             time.sleep(_POLL)
@@ -116,13 +138,19 @@ class Lease:
             watch.observe(time.monotonic(), self._read(found))
 
     def _value(self) -> str:
-        return lease_value(self._incarnation, self._process, self._count, self._timing.lifetime)
+        return lease_value(self._incarnation, self._process, self._count, self._timing.lifetime, self._name)
 
     def _sealed(self, value: str) -> str:
         return sealed_lease(self._id, value, self._group)
 
     def _read(self, found: str | None) -> str | None:
-        return _value_of(found, self._id, self._group)
+        value = _value_of(found, self._id, self._group)
+        return NO_NEWS if value is not None and holder_of(value) < self._least else value
+
+    def _holder_runs(self, watch: Watch) -> bool:
+        """Return whether the kernel says so; a lease of this process may be left over from a join that failed."""
+        process = process_of(watch.value)
+        return process != self._process and fate_of(process) == RUNNING
 
     def _holder_has_ended(self, watch: Watch) -> bool:
         return watch.has_expired(time.monotonic()) or fate_of(process_of(watch.value)) == GONE
@@ -142,7 +170,7 @@ class Lease:
     def release(self) -> None:
         """Give the lease up: the worker has left."""
         if self._held is not None:
-            self._write(released_value(self._incarnation))
+            self._write(released_value(self._incarnation, self._name))
 
     def _write(self, value: str) -> bool:
         """Replace what this worker has written, or what is no news of a newer process.
@@ -155,7 +183,13 @@ class Lease:
             if found == mine:
                 self._held = mine
                 return True
-            if holder_of(self._read(found)) > self._incarnation:
+            if self._is_replaced(self._read(found)):
                 return False
             expected = found
         raise TelegradError(f"another program writes to the key {self._key} of the group's store all the time")
+
+    def _is_replaced(self, found: str | None) -> bool:
+        """Return whether a later holder has taken the lease. Incarnations of different names have no order."""
+        if found is None or found == NO_NEWS:
+            return False
+        return name_of(found) != self._name or holder_of(found) > self._incarnation

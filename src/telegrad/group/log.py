@@ -21,8 +21,10 @@ __all__ = ["FellBehind", "GroupLog", "has_members"]
 logger: logging.Logger = logging.getLogger("telegrad")
 
 _CHECKPOINT = "checkpoint"
+_DELETED = "deleted"
 _INTERVAL = 64  # epochs between two checkpoints
 _KEPT = 16 * _INTERVAL  # epochs before a checkpoint whose entries remain
+_MOST_DELETED = 4 * _INTERVAL  # epochs before those; the writers of some checkpoints may have died before they deleted
 _KINDS: tuple[type, ...] = (Join, Leave, Lose)  # their index is their number in the store
 
 
@@ -89,13 +91,38 @@ class GroupLog:
             found = self.store.append(epoch, mine)
             if found != mine:
                 return False, self._apply(found, strict=False)
-            if self._checkpoint_epoch() > epoch:
+            if self._deleted() >= epoch:
                 raise FellBehind
             events = self.view.apply(change)
             if epoch % _INTERVAL == 0:
-                self.store.set(_CHECKPOINT, sealed(self._state(), self.group))
-                self.store.forget(range(max(epoch - _KEPT - _INTERVAL, 0) + 1, epoch - _KEPT + 1))
+                self._write_checkpoint(epoch)
             return True, events
+
+    def _write_checkpoint(self, epoch: int) -> None:
+        """Write a checkpoint, and delete the entries that are too old."""
+        assert self.group is not None
+        self._raise_to(_CHECKPOINT, self._state())
+        if epoch > _KEPT:  # the number first: whoever misses an entry finds it
+            self._raise_to(_DELETED, [epoch - _KEPT, _DELETED])
+            self.store.forget(range(max(epoch - _KEPT - _MOST_DELETED, 0) + 1, epoch - _KEPT + 1))
+
+    def _raise_to(self, key: str, state: list[object]) -> None:
+        """Write a state, whose epoch is first, unless a later one is there: this worker may have been stopped."""
+        assert self.group is not None
+        mine = sealed(state, self.group)
+        while self._epoch_of(found := self.store.get(key)) < int(str(state[0])):
+            if self.store.compare_set(key, found, mine) == mine:
+                return
+
+    def _epoch_of(self, found: str | None) -> int:
+        try:
+            return 0 if found is None else int(unsealed(found, self.group)[0])
+        except TelegradError:  # another program has written it
+            return 0
+
+    def _deleted(self) -> int:
+        """Return the last epoch with an entry that is, or will be, deleted."""
+        return self._epoch_of(self.store.get(_DELETED))
 
     def reconnect(self, timeout: float) -> bool:
         """Connect to the store again after `StoreGone`; see `GroupStore.reconnect`."""
@@ -105,19 +132,11 @@ class GroupLog:
 
     def _refresh(self, strict: bool) -> list[Event]:
         with self._lock:
-            epoch = self.view.epoch
-            entries = self.store.read(max(epoch, 1))  # the last one, too: it exists unless this worker fell behind
-            if not entries and self._checkpoint_epoch() > epoch:
+            entries = self.store.read(self.view.epoch + 1)
+            events = [event for entry in entries for event in self._apply(entry, strict)]
+            if self._deleted() > self.view.epoch:
                 raise FellBehind
-            new = entries[1:] if epoch else entries
-            return [event for entry in new for event in self._apply(entry, strict)]
-
-    def _checkpoint_epoch(self) -> int:
-        found = self.store.get(_CHECKPOINT)
-        try:
-            return 0 if found is None else int(unsealed(found, self.group)[0])
-        except TelegradError:  # another program has written it: newcomers fail, members go on
-            return 0
+            return events
 
     def _apply(self, entry: str, strict: bool) -> list[Event]:
         try:

@@ -103,7 +103,7 @@ def unsealed(text: str | bytes, group: Group | None) -> list[Any]:
     try:
         plain, mac = json.loads(text)
         genuine = isinstance(plain, list) and (group is None or _is_genuine(plain, str(mac), group))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         genuine = False
     if not genuine:
         raise TelegradError(

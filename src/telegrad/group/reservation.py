@@ -1,6 +1,7 @@
 """Reservation of an id and an incarnation in a group, before a worker joins it."""
 
 import secrets
+from contextlib import suppress
 from typing import NamedTuple
 
 from telegrad.group.lease import Lease, Taken
@@ -42,39 +43,70 @@ def reserve(log: GroupLog, name: str, rank: int, options: Options, wait: Wait) -
     """
     timing = Timing(options.member_lease)
     ordinal = log.store.add(f"incarnations/{name}", 1)
-    incarnation = incarnation_of(ordinal, secrets.randbits(32))
+    newcomer = _Newcomer(log, name, incarnation_of(ordinal, secrets.randbits(32)), timing, wait)
     namesake = log.view.by_name(name)
-    number = rank if rank >= 0 else namesake.id if namesake is not None else _id_of(log, name)
-    log.view.check(Join(Seat(name, number, incarnation), log.view.world_size))
-    if namesake is not None and namesake.id != number:
-        require_end(log, namesake, number, timing, wait)
-    owner = log.store.compare_set(f"rank/{number}", None, name)
-    assert owner is not None
-    lease = _lease(log, number, incarnation, timing)
-    try:
-        lease.acquire(wait, lambda: f"worker {owner} (rank {number})")
-    except Taken:
-        does = "is in the group already" if owner == name else "joins it"
-        raise MembershipError(
-            f"rank {number} is taken by worker {owner}, which {does}: its process is alive. Give each worker a name and"
-            " a rank of its own."
-        ) from None
-    if owner != name:  # it has reserved the rank, never joined, and has ended
-        owner = log.store.compare_set(f"rank/{number}", owner, name)
-        if owner != name:
-            lease.release()
+    known = rank if rank >= 0 else namesake.id if namesake is not None else _last_id(log, name)
+    if known is not None:
+        log.view.check(Join(Seat(name, known, newcomer.incarnation), log.view.world_size))
+        if namesake is not None and namesake.id != known:
+            require_end(log, namesake, known, timing, wait)
+        return newcomer.take(known)
+    while True:
+        number = log.store.add("ids", 1) - 1
+        if number > MAX_ID:
             raise MembershipError(
-                f"rank {number} is taken by worker {owner}, so worker {name} cannot have it. Give each worker a rank of"
-                " its own."
+                f"RPC group is full: {MAX_ID + 1} names have been in it. Use the old names of workers that left."
             )
-    if log.view.world_size is None:
-        log.store.set(f"id/{name}", str(number))
-    return Reservation(WorkerInfo(name, number), incarnation, lease, timing)
+        if log.view.owners.get(number, name) == name:
+            log.view.check(Join(Seat(name, number, newcomer.incarnation), log.view.world_size))
+            with suppress(_IdTaken):  # by a newcomer that has asked for it
+                return newcomer.take(number)
 
 
-def _lease(log: GroupLog, number: int, incarnation: int, timing: Timing) -> Lease:
+class _IdTaken(MembershipError):
+    """A live worker has the id."""
+
+
+class _Newcomer(NamedTuple):
+    """Worker that takes an id."""
+
+    log: GroupLog
+    name: str
+    incarnation: int
+    timing: Timing
+    wait: Wait
+
+    def take(self, number: int) -> Reservation:
+        """Take the lease of an id, and then the id: whoever has its lease may change its owner.
+
+        Raises:
+            _IdTaken: A live worker has it.
+        """
+        log, name, key = self.log, self.name, f"rank/{number}"
+        seat = log.view.members.get(number)
+        lease = _lease(log, number, name, self.incarnation, self.timing, 0 if seat is None else seat.incarnation)
+        try:
+            lease.acquire(self.wait, lambda: f"worker {log.store.get(key) or name} (rank {number})")
+            while (owner := log.store.get(key)) != name:  # it never joined, and has ended
+                log.store.compare_set(key, owner, name)
+            if log.view.world_size is None:
+                log.store.set(f"id/{name}", str(number))
+        except Taken:
+            owner = log.store.get(key) or name
+            does = "is in the group already" if owner == name else "joins it"
+            raise _IdTaken(
+                f"rank {number} is taken by worker {owner}, which {does}: its process is alive. Give each worker a name"
+                " and a rank of its own."
+            ) from None
+        except BaseException:
+            lease.release()
+            raise
+        return Reservation(WorkerInfo(name, number), self.incarnation, lease, self.timing)
+
+
+def _lease(log: GroupLog, number: int, name: str, incarnation: int, timing: Timing, least: int) -> Lease:
     assert log.group is not None
-    return Lease(log.store, log.group, number, incarnation, timing)
+    return Lease(log.store, log.group, number, name, incarnation, timing, least)
 
 
 def require_end(log: GroupLog, namesake: Seat, number: int, timing: Timing, wait: Wait) -> None:
@@ -90,25 +122,18 @@ def require_end(log: GroupLog, namesake: Seat, number: int, timing: Timing, wait
     Raises:
         MembershipError: The namesake is alive.
     """
+    lease = _lease(log, namesake.id, namesake.name, 0, timing, namesake.incarnation)
     try:
-        _lease(log, namesake.id, 0, timing).acquire(wait, lambda: f"worker {namesake.name}")
+        lease.acquire(wait, lambda: f"worker {namesake.name}")
     except Taken:
         first, second = sorted((namesake.id, number))
         raise MembershipError(
             f"RPC worker name {namesake.name} is not unique. Workers {first} and {second} share the same name."
         ) from None
+    lease.release()
 
 
-def _id_of(log: GroupLog, name: str) -> int:
-    """Return the id of a name, or one that no name has had."""
+def _last_id(log: GroupLog, name: str) -> int | None:
+    """Return the last id of a name, unless another name has it since."""
     known = log.store.get(f"id/{name}")
-    if known is not None and log.store.get(f"rank/{known}") == name:
-        return int(known)
-    while True:
-        number = log.store.add("ids", 1) - 1
-        if number > MAX_ID:
-            raise MembershipError(
-                f"RPC group is full: {MAX_ID + 1} names have been in it. Use the old names of workers that left."
-            )
-        if log.store.compare_set(f"rank/{number}", None, name) == name:
-            return number
+    return int(known) if known is not None and log.store.get(f"rank/{known}") == name else None

@@ -10,8 +10,8 @@ A value that the member has not written is no news of it (`NO_NEWS`): it neither
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
     "NO_NEWS",
@@ -20,21 +20,25 @@ __all__ = [
     "Watch",
     "holder_of",
     "lease_value",
+    "name_of",
     "process_of",
     "released_value",
     "to_observe",
 ]
 
+T = TypeVar("T")
+
 Key = tuple[int, int]  # id and incarnation of a member
 _NEIGHBORS = 2  # leases that a member observes: if both members fail at once, other observers remain for one
 
 _RELEASED = "released"  # instead of the process
+_LAST = 1 << 62  # count of a released lease
 
 NO_NEWS = ""
 """Observation of a lease that the observed member has not written."""
 
 
-def lease_value(incarnation: int, process: str, count: int, lifetime: float = 0) -> str:
+def lease_value(incarnation: int, process: str, count: int, lifetime: float = 0, name: str = "") -> str:
     """Return the value of a lease after the given number of renewals.
 
     Args:
@@ -42,37 +46,46 @@ def lease_value(incarnation: int, process: str, count: int, lifetime: float = 0)
         process: Process of the holder.
         count: Number of renewals.
         lifetime: Lifetime of the lease in seconds; 0 for that of the observer.
+        name: Name of the holder.
     """
-    return json.dumps([incarnation, process, count, lifetime])
+    return json.dumps([incarnation, process, count, lifetime, name])
 
 
-def released_value(incarnation: int) -> str:
+def released_value(incarnation: int, name: str = "") -> str:
     """Return the value of the lease of a worker that has left."""
-    return lease_value(incarnation, _RELEASED, 0)
+    return lease_value(incarnation, _RELEASED, _LAST, 0, name)
+
+
+def _field(lease: str | None, index: int, convert: Callable[[Any], T], default: T) -> T:
+    """Return a field of the value of a lease, which anyone may have written."""
+    try:
+        return convert(json.loads(lease or "null")[index])
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError, RecursionError):
+        return default
 
 
 def holder_of(lease: str | None) -> int:
     """Return the incarnation that has written a lease; -1 if none has."""
-    try:
-        return int(json.loads(lease or "null")[0])
-    except (TypeError, ValueError, IndexError, KeyError):
-        return -1
+    return _field(lease, 0, int, -1)
 
 
 def process_of(lease: str | None) -> str:
     """Return the process that holds a lease; "" if none does."""
-    try:
-        return str(json.loads(lease or "null")[1])
-    except (TypeError, ValueError, IndexError, KeyError):
-        return ""
+    return _field(lease, 1, str, "")
+
+
+def name_of(lease: str | None) -> str:
+    """Return the name of the holder of a lease; "" if it has none."""
+    return _field(lease, 4, str, "")
+
+
+def _count_of(lease: str | None) -> int:
+    return _field(lease, 2, int, -1)
 
 
 def _lifetime_of(lease: str | None) -> float:
     """Return the lifetime in the value of a lease; 0 if it has none."""
-    try:
-        lifetime = float(json.loads(lease or "null")[3])
-    except (TypeError, ValueError, IndexError, KeyError, OverflowError):
-        return 0
+    lifetime = _field(lease, 3, float, 0.0)
     return lifetime if 0 < lifetime < math.inf else 0
 
 
@@ -129,10 +142,15 @@ class Watch:
         if now - self._observed > self._own.renewal + self.timing.renewal:
             self.begun = self.changed = now
         self._observed = now
-        if value not in (self.value, NO_NEWS):
+        if value not in (self.value, NO_NEWS) and not self._is_old(value):
             self.value, self.changed = value, now
             self.renewals += not self.ended
             self._read_lifetime()
+
+    def _is_old(self, value: str | None) -> bool:
+        """Return whether the holder wrote this before what was observed: another program has written it again."""
+        seen = _count_of(self.value)
+        return seen >= 0 and holder_of(value) == holder_of(self.value) and _count_of(value) <= seen
 
     def _read_lifetime(self) -> None:
         lifetime = _lifetime_of(self.value)

@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from telegrad.errors import TelegradError, UnknownWorker, WorkerLost
@@ -55,14 +56,19 @@ def register_service(name: str, value: object) -> None:
                     " alive. Choose another name."
                 )
         services = _services(worker)
-        before = services.get(name)
-        services[name] = value if isinstance(value, RRef) else RRef(value)  # others may ask for it at once
-        if store.compare_set(_key(name), found, mine) == mine:
-            return
-        if before is None:
-            del services[name]
-        else:
-            services[name] = before
+        with ExitStack() as undo:
+            undo.callback(_put_back, services, name, services.get(name))
+            services[name] = value if isinstance(value, RRef) else RRef(value)  # others may ask for it at once
+            if store.compare_set(_key(name), found, mine) == mine:
+                undo.pop_all()
+                return
+
+
+def _put_back(services: dict[str, RRef[Any]], name: str, before: RRef[Any] | None) -> None:
+    if before is None:
+        services.pop(name, None)
+    else:
+        services[name] = before
 
 
 def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:

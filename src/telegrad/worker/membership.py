@@ -342,7 +342,7 @@ def leave_dynamic(worker: Worker, budget: SharedDeadline) -> None:
         within(min(budget.left() or service.timing.lifetime, service.timing.lifetime), service.leave)
     except StoreGone as e:
         logger.warning(
-            "worker %s leaves its group without the store; its host %s: %s. No worker can join any more.",
+            "worker %s leaves its group without the store; its host %s: %s",
             worker.info.name,
             "does not reply" if isinstance(e, StoreUnresponsive) else "has gone",
             str(e).partition("\n")[0],

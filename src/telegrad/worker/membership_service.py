@@ -25,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol
 
 from telegrad.errors import NotInitialized
@@ -207,14 +208,13 @@ class MembershipService:
         """Write to the log that this worker leaves, and notify the others."""
         me = self._worker
         change = Leave(me.info.id, me.incarnation)
-        try:
-            self._end(change)
-        except FellBehind:  # the group has removed it long ago
-            pass
-        except StoreGone:
-            if not (self._thread.is_alive() and self._outage.connect_again()):
-                raise
-            self._end(change)
+        with suppress(FellBehind):  # the group has removed it long ago
+            try:
+                self._end(change)
+            except StoreGone:
+                if not (self._thread.is_alive() and self._outage.connect_again()):
+                    raise
+                self._end(change)
         self._is_member, self._has_left = False, True  # the goodbyes that follow are for this worker
         self.notify()
         self.announce()
@@ -245,7 +245,6 @@ class MembershipService:
             self._wake.clear()
             if self._stopped:
                 break
-            asked = [self._refreshes.popleft() for _ in range(len(self._refreshes))]
             try:
                 now = time.monotonic()
                 is_due, due = now >= due, due if now < due else now + renewal
@@ -263,6 +262,7 @@ class MembershipService:
                 self._worker.fence(str(e))
                 return
             except StoreGone as e:
+                self._end_refreshes()
                 pause = self._outage.reconnect(e)
                 if pause is None:
                     return
@@ -274,9 +274,6 @@ class MembershipService:
                     self._outage.note_silence(e)
             except Exception:  # the thread continues: without it, the others would lose this worker
                 logger.exception("internal error in the membership of %s; please report it", self._worker.info.name)
-            finally:
-                for done in asked:
-                    done.set()
         if self._release:
             try:
                 self._lease.release()
@@ -288,10 +285,24 @@ class MembershipService:
             if self._is_member:
                 self._apply(self.log.refresh())
 
+    def _end_refreshes(self) -> None:
+        while self._refreshes:
+            self._refreshes.popleft().set()
+
+    def _refresh(self) -> None:
+        asked = [self._refreshes.popleft() for _ in range(len(self._refreshes))]
+        try:
+            self._read_log()
+        finally:
+            for done in asked:
+                done.set()
+
     def _check_members(self, is_due: bool) -> None:
-        self._read_log()
+        self._refresh()
         while self._suspects:
-            self._check(*self._suspects.popleft())
+            self._check(*self._suspects.popleft())  # this may take a while
+            if self._refreshes:
+                self._refresh()
         if is_due:
             self._observe()
 

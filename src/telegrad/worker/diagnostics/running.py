@@ -165,10 +165,12 @@ def _frames_of(coroutine: object, innermost: FrameType | None) -> list[FrameType
     frames: list[FrameType] = []
     while isinstance(coroutine, CoroutineType) and (frame := coroutine.cr_frame) is not None:
         if coroutine.cr_running:
+            called: list[FrameType] = []
             while innermost is not None and innermost is not frame:
-                frames.append(innermost)
+                called.append(innermost)
                 innermost = innermost.f_back
-            return [*frames, frame]
+            has_just_begun = innermost is None  # after the snapshot of the threads
+            return [frame, *frames] if has_just_begun else [*called, frame, *frames]
         frames.insert(0, frame)
         coroutine = coroutine.cr_await
     return frames
