@@ -153,13 +153,13 @@ def end_without(mutant: Mutant, tree: Path, suite: Suite) -> str:
         path.write_text(text)
 
 
-def survivors(suite: Suite, tree: Path, mutants: Sequence[Mutant]) -> int:
-    """Try the mutants of a suite; return how many survive."""
+def survivors(suite: Suite, tree: Path, mutants: Sequence[Mutant]) -> tuple[int, int]:
+    """Try the mutants; return how many survive, and how many tests fail without any."""
     suite.prepare(tree, mutants)
     failed = [m for m in {(m.test, m.case): m for m in mutants}.values() if suite.ends(m) != "passes"]
     for mutant in failed:
         print(f"FAILS without any mutant: {mutant.test} {mutant.case}")
-    alive = len(failed)
+    alive = 0
     for mutant in mutants:
         try:
             end = end_without(mutant, tree, suite)
@@ -169,20 +169,21 @@ def survivors(suite: Suite, tree: Path, mutants: Sequence[Mutant]) -> int:
             continue
         alive += end == "passes"
         print(f"{'SURVIVED' if end == 'passes' else 'killed  '} {mutant.name}: {mutant.test} {end}", flush=True)
-    return alive
+    return alive, len(failed)
 
 
 def main() -> int:
     venv, folder, *names = sys.argv[1:]
-    alive = count = 0
+    alive = broken = count = 0
     suites: tuple[Suite, ...] = (Core(Path(venv).resolve()), Python(Path(venv).resolve()))
     for suite in suites:
         mutants = [m for m in load(suite) if not names or m.name in names]
         if mutants:
             count += len(mutants)
-            alive += survivors(suite, Path(folder).resolve() / suite.sources.partition("/")[0], mutants)
+            found = survivors(suite, Path(folder).resolve() / suite.sources.partition("/")[0], mutants)
+            alive, broken = alive + found[0], broken + found[1]
     print(f"{count - alive} of {count} mutants are killed")
-    return 1 if alive else 0
+    return 1 if alive or broken else 0
 
 
 if __name__ == "__main__":

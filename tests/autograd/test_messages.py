@@ -40,6 +40,20 @@ def test_invalid_gradients_get_an_error_reply(four: Cluster, body: Any) -> None:
     gradient_there_and_back()
 
 
+def test_a_late_message_of_a_pass_that_is_over_is_ignored(four: Cluster) -> None:
+    me = four[0]._worker
+    x = torch.rand(3, requires_grad=True)
+    with autograd.context() as context_id:
+        for _ in range(2):
+            autograd.backward(context_id, [rpc.rpc_sync("w1", double, (x,)).sum()])
+        there = four[1]._worker.autograd.contexts.table[context_id]  # type: ignore[attr-defined]
+        lowest = there.min_live_pass[0]
+        body = me.messages.encode(1, (context_id, 0, lowest - 1, 0, [])).body
+        outcome: Any = me.engine.call(1, int(Tag.GRADIENTS), 0, 0, None, body, None, int(TIMEOUT * 1e9), True, None)
+        assert tuple(outcome[:2]) == (Status.REPLIED, Tag.GRADIENTS)
+        assert (0, lowest - 1) not in there.passes
+
+
 @pytest.mark.parametrize("body", [b"\xff", 5], ids=["garbage", "too little"])
 def test_an_invalid_end_is_ignored(
     four: Cluster, body: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

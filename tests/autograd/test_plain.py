@@ -351,6 +351,20 @@ def test_lost_worker() -> None:
 # ---- the lifetime of records
 
 
+def test_passes_of_a_new_process() -> None:
+    """The process has the id of its predecessor, and numbers its passes from 1."""
+    options = Options(plain_backward=True, rpc_timeout=20)
+    with cluster(2, options, dynamic=True) as two:
+        for _ in range(2):
+            with two[1]:
+                for _ in range(3):
+                    x = ones()
+                    rpc.rpc_sync("w0", torch.sum, (x * 2,)).backward()
+                    assert grad_of(x) == [2, 2, 2]
+            two[1].shutdown()
+            two.workers[1] = rpc.Worker("w1", options=options, store=two.store)
+
+
 def test_nothing_is_recorded_without_grad_mode(group: Cluster) -> None:
     with torch.no_grad():
         rpc.rpc_sync("w1", scale, (ones(),))

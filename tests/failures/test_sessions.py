@@ -121,6 +121,16 @@ def test_the_end_of_a_context_is_sent_to_a_returned_worker(w: Cluster) -> None:
     eventually(lambda: not w[1]._worker.autograd.contexts.table)
 
 
+def test_references_to_a_returned_worker_are_counted(w: Cluster) -> None:
+    worker = w[0]._worker
+    worker.references.peer_lost(1, "it is silent", gone=True)
+    worker.on_peer_back(1)
+    made = w[0].remote("w1", list)
+    assert made.to_here() == []
+    assert w[0].rpc_sync("w1", fetch, (made,)) == []
+    assert [sorted(leak.tokens) for leak in w[1]._worker.references.leaks()] == [[0]]
+
+
 CLOSED = 1 << 40  # no connection has this number
 
 

@@ -345,7 +345,7 @@ def test_a_deletion_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_old_entries_are_deleted(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member that has not read them leaves, and a newcomer that has not does not join."""
+    """A member that has not read them leaves."""
     monkeypatch.setattr("telegrad.group.log._INTERVAL", 4)
     monkeypatch.setattr("telegrad.group.log._KEPT", 8)
     with cluster(1, dynamic=True) as group:

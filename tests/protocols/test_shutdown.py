@@ -11,6 +11,8 @@ from telegrad.worker.shutdown_barrier import ShutdownBarrier
 
 Tree = tuple[Any, ...]  # (callee, *trees that its handler calls)
 
+REPLY = "reply"
+
 
 class World:
     """Workers with calls, their drains, and a network that delivers in any order."""
@@ -95,14 +97,16 @@ class World:
                 if effect.to in self.drains:
                     self.net.append((w, effect.to, effect.message))
             elif isinstance(effect, Count):
-                pending = sum(handler[0] == w for handler in self.handlers)
-                counters = Counters(dict(enumerate(self.sent[w])), dict(enumerate(self.handled[w])), pending)
-                self.carry_out(w, self.drains[w].counted(*effect, counters))
+                self.carry_out(w, self.drains[w].counted(*effect, self.counters(w)))
             elif isinstance(effect, Pause):
                 self.paused.add(w)
             elif isinstance(effect, Done):
                 busy = self.handlers or any(type(body) is tuple for _, _, body in self.net) or any(self.work.values())
                 assert not busy or self.died, "Done only when all work is"
+
+    def counters(self, w: int) -> Counters:
+        pending = sum(handler[0] == w for handler in self.handlers)
+        return Counters(dict(enumerate(self.sent[w])), dict(enumerate(self.handled[w])), pending)
 
     def fingerprint(self) -> Any:
         newest = max((drain._round for drain in self.drains.values()), default=0)  # rounds matter relative to it
@@ -118,6 +122,29 @@ class World:
         ]
         net = sorted(repr((src, dst, plain(body))) for src, dst, body in self.net)
         return repr((drains, net, sorted(self.handlers), self.work, self.handled, self.paused, sorted(self.noticed)))
+
+
+class WorldWithReplies(World):
+    """Workers that count as `ShutdownBarrier` does: received calls, pending calls."""
+
+    def deliver(self, place: int) -> None:
+        if self.net[place][2] == REPLY:
+            self.net.pop(place)
+        else:
+            super().deliver(place)
+
+    def handle(self, handler: tuple[int, int, Tree]) -> None:
+        super().handle(handler)
+        worker, caller, calls = handler
+        if not calls:
+            self.net.append((worker, caller, REPLY))
+
+    def counters(self, w: int) -> Counters:
+        running = sum(handler[0] == w for handler in self.handlers)
+        received = {w: sum(self.handled[w]) + running}
+        replied = sum(handled[w] for handled in self.handled.values())
+        replied -= sum(dst == w and body == REPLY for _, dst, body in self.net)
+        return Counters(received, received, running + sum(self.sent[w]) - replied)
 
 
 def explore(start: World) -> int:
@@ -141,6 +168,7 @@ def explore(start: World) -> int:
 
 
 NESTED = {1: ((2, (0, (1,))),)}  # 1 calls 2, its handler calls 0, and the handler of that calls 1
+HOPS = {1: ((0, (1, (0, (1,)))),)}  # each handler calls the other worker last
 NONE: dict[int, tuple[Tree, ...]] = {}
 
 
@@ -162,6 +190,11 @@ def test_three_workers(work: dict[int, tuple[Tree, ...]]) -> None:
 @pytest.mark.parametrize("work", [NONE, {1: ((2,),)}], ids=["idle", "busy"])
 def test_any_worker_may_die(work: dict[int, tuple[Tree, ...]]) -> None:
     assert explore(World(work, mortal=(0, 1, 2))) > 200
+
+
+def test_calls_that_no_round_finds_in_progress() -> None:
+    """They hop to the worker that a round has asked already, in both rounds."""
+    assert explore(WorldWithReplies(HOPS, size=2)) > 1000
 
 
 @pytest.mark.parametrize("rule", ["pairs", "ready"])

@@ -160,6 +160,53 @@ def test_close_before_the_generator_exists() -> None:
     assert ended.value.wait(10)
 
 
+def test_a_close_that_its_callee_has_handled_before_the_generator_exists(two: Cluster) -> None:
+    gate, ended = Gate(), Local(threading.Event())
+
+    def late() -> Iterator[int]:
+        gate.enter()
+        return endless(ended, Local(list[int]()))
+
+    stats = two[1]._worker.engine.stats
+    before = stats()["requests"]
+    stream = rpc.stream("w1", late)
+    gate.wait_for()
+    stream.close()
+    eventually(lambda: stats()["requests"] == before + 2 and stats()["running_requests"] == 1)
+    assert stats()["queued_requests"] == 0
+    gate.open()
+    assert ended.value.wait(10)
+
+
+class Closable:
+    """Iterator that notes its close, also before its first step."""
+
+    def __init__(self, closed: threading.Event) -> None:
+        self.close = closed.set
+
+    def __next__(self) -> int:
+        return 0
+
+
+def test_an_iterator_that_exists_after_the_loss_of_its_caller_is_closed() -> None:
+    gate, closed = Gate(), Local(threading.Event())
+
+    def late() -> Closable:
+        gate.enter()
+        return Closable(closed.value)
+
+    with cluster(2, graceful=False) as group:
+        stream = rpc.stream("w1", late)
+        gate.wait_for()
+        group[0].shutdown(graceful=False)
+        eventually(lambda: 0 in group[1]._worker.members.lost)
+        gate.open()
+        assert closed.value.wait(10)
+        eventually(lambda: not Streams.of(group[1]._worker).producers)
+        with pytest.raises(NotInitialized):
+            next(stream)
+
+
 def test_a_shutdown_does_not_wait_for_streams_that_are_not_read() -> None:
     ended, counts = Local(threading.Event()), Local(list[int]())
     with cluster(2):

@@ -97,7 +97,7 @@ class Contexts:
     # ---- begin and end
 
     def open(self) -> Context:
-        """Create a context whose root is this worker.
+        """Create a context with this worker as its root.
 
         Raises:
             NotInitialized: The worker is closed.

@@ -168,7 +168,7 @@ class C10dStore:
 
 
 def _text(value: bytes) -> str:
-    """Return a value as text, also one that another program has written: it compares equal to itself."""
+    """Return a value as text that `_bytes` turns back, also if it is none."""
     return bytes(value).decode(errors="surrogateescape")
 
 

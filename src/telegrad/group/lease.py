@@ -148,7 +148,10 @@ class Lease:
         return NO_NEWS if value is not None and holder_of(value) < self._least else value
 
     def _holder_runs(self, watch: Watch) -> bool:
-        """Return whether the kernel says so; a lease of this process may be left over from a join that failed."""
+        """Return whether the kernel says so.
+
+        A lease of this process may be left over from a join that failed.
+        """
         process = process_of(watch.value)
         return process != self._process and fate_of(process) == RUNNING
 
@@ -189,7 +192,10 @@ class Lease:
         raise TelegradError(f"another program writes to the key {self._key} of the group's store all the time")
 
     def _is_replaced(self, found: str | None) -> bool:
-        """Return whether a later holder has taken the lease. Incarnations of different names have no order."""
+        """Return whether a later holder has taken the lease.
+
+        Incarnations of different names have no order.
+        """
         if found is None or found == NO_NEWS:
             return False
         return name_of(found) != self._name or holder_of(found) > self._incarnation

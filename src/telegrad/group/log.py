@@ -23,8 +23,8 @@ logger: logging.Logger = logging.getLogger("telegrad")
 _CHECKPOINT = "checkpoint"
 _DELETED = "deleted"
 _INTERVAL = 64  # epochs between two checkpoints
-_KEPT = 16 * _INTERVAL  # epochs before a checkpoint whose entries remain
-_MOST_DELETED = 4 * _INTERVAL  # epochs before those; the writers of some checkpoints may have died before they deleted
+_KEPT = 16 * _INTERVAL  # entries before a checkpoint that remain
+_MOST_DELETED = 4 * _INTERVAL  # entries before those; the writers of some checkpoints may have died before they deleted
 _KINDS: tuple[type, ...] = (Join, Leave, Lose)  # their index is their number in the store
 
 
@@ -102,12 +102,12 @@ class GroupLog:
         """Write a checkpoint, and delete the entries that are too old."""
         assert self.group is not None
         self._raise_to(_CHECKPOINT, self._state())
-        if epoch > _KEPT:  # the number first: whoever misses an entry finds it
+        if epoch > _KEPT:  # the number first: a member that misses an entry finds it
             self._raise_to(_DELETED, [epoch - _KEPT, _DELETED])
             self.store.forget(range(max(epoch - _KEPT - _MOST_DELETED, 0) + 1, epoch - _KEPT + 1))
 
     def _raise_to(self, key: str, state: list[object]) -> None:
-        """Write a state, whose epoch is first, unless a later one is there: this worker may have been stopped."""
+        """Write a state, with its epoch first, unless a later one is there."""
         assert self.group is not None
         mine = sealed(state, self.group)
         while self._epoch_of(found := self.store.get(key)) < int(str(state[0])):

@@ -77,7 +77,9 @@ class _Newcomer(NamedTuple):
     wait: Wait
 
     def take(self, number: int) -> Reservation:
-        """Take the lease of an id, and then the id: whoever has its lease may change its owner.
+        """Take the lease of an id, and then the id.
+
+        Only the holder of the lease changes the owner of the id.
 
         Raises:
             _IdTaken: A live worker has it.

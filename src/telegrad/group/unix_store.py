@@ -288,7 +288,7 @@ class UnixStoreServer:
         return None if session.missing else self._wanted(session), ()
 
     def _wanted(self, session: _ClientSession) -> bytes:
-        """Return the reply to a session whose keys exist: the values that it reads."""
+        """Return the values that a session reads; its keys exist."""
         assert self._store is not None
         return _message(_OK, self._store.multi_get(session.wanted) if session.wanted else [])
 

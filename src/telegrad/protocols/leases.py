@@ -148,7 +148,10 @@ class Watch:
             self._read_lifetime()
 
     def _is_old(self, value: str | None) -> bool:
-        """Return whether the holder wrote this before what was observed: another program has written it again."""
+        """Return whether the holder wrote this before what was observed.
+
+        Then another program has written it again.
+        """
         seen = _count_of(self.value)
         return seen >= 0 and holder_of(value) == holder_of(self.value) and _count_of(value) <= seen
 

@@ -259,7 +259,7 @@ class _Mapping:
         self._ordered = ordered
         self._timeout = timeout
         self._retry = retry
-        self._pending: list[_Chunk] = []  # whose results have not been yielded, in the order of the items
+        self._pending: list[_Chunk] = []  # with results that have not been yielded, in the order of the items
         self._completed: SimpleQueue[None] = SimpleQueue()  # an entry for each completion, if not ordered
         try:
             self._function = worker.calls.names.find(function)[1]

@@ -135,7 +135,7 @@ class RetryingCall:
         return f"{self.text} (attempt {self._attempt} of {self._retry.attempts})"
 
     def closed_error(self) -> NotInitialized:
-        """Return the error of a call whose worker closes."""
+        """Return the error of a call of a worker that closes."""
         return NotInitialized(f"{NotInitialized.CALL} ({self.text} was pending when this worker shut down.)")
 
     # ---- attempts

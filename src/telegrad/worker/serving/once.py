@@ -235,7 +235,7 @@ class RememberedRuns:
         del dropped
 
     def forget_expired(self) -> None:
-        """Forget the runs whose caller asks no more, and set the next timer."""
+        """Forget the runs that no caller asks for, and set the next timer."""
         with self._lock:
             now = self._clock()
             expired = [self._end(key) for key, run in list(self._runs.items()) if run.expires <= now]
