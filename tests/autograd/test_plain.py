@@ -352,7 +352,7 @@ def test_lost_worker() -> None:
 
 
 def test_passes_of_a_new_process() -> None:
-    """The process has the id of its predecessor, and numbers its passes from 1."""
+    """The process has the id of its predecessor, which may have late messages."""
     options = Options(plain_backward=True, rpc_timeout=20)
     with cluster(2, options, dynamic=True) as two:
         for _ in range(2):
@@ -363,6 +363,19 @@ def test_passes_of_a_new_process() -> None:
                     assert grad_of(x) == [2, 2, 2]
             two[1].shutdown()
             two.workers[1] = rpc.Worker("w1", options=options, store=two.store)
+
+
+def test_a_late_message_of_a_lost_worker_begins_no_pass() -> None:
+    """Nothing would end the pass here."""
+    with cluster(2, Options(plain_backward=True), dynamic=True) as two:
+        with two[1]:
+            rpc.rpc_sync("w0", torch.sum, (ones(),)).backward()
+        passes, plain = two[0]._worker.autograd.passes, records(two[0])
+        number = two[1]._worker.autograd.passes._last_number + 1
+        two.workers.pop().shutdown()
+        eventually(lambda: 1 in two[0]._worker.members.lost)
+        assert passes._pass_of(plain, 1, number, 0, 0) is None
+        assert plain.passes == {}
 
 
 def test_nothing_is_recorded_without_grad_mode(group: Cluster) -> None:

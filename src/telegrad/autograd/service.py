@@ -32,7 +32,7 @@ class Autograd:
 
     Args:
         worker: The worker.
-        first_id: See `Contexts`.
+        first_id: See `Contexts`; also the start of the numbers of passes.
     """
 
     def __init__(self, worker: Worker, first_id: int) -> None:
@@ -46,7 +46,7 @@ class Autograd:
             SizeWarning(worker.info.name, "autograd contexts", "warn_contexts", worker.options.warn_contexts),
             worker.members.name_of,
         )
-        self.passes: BackwardManager = BackwardManager(worker, self.contexts)
+        self.passes: BackwardManager = BackwardManager(worker, self.contexts, first_id)
         self.plain: PlainContext = self.contexts.plain
         self.plain.request_callback = self._request_callback
         self.plain.is_lost = worker.members.lost.__contains__

@@ -52,14 +52,16 @@ class BackwardManager:
     Args:
         worker: The worker.
         contexts: Its autograd contexts.
+        first: Start of the numbers of passes. A process has higher ones than those before it under its name, so late
+            messages of an earlier process end no pass of it.
     """
 
-    def __init__(self, worker: Worker, contexts: Contexts) -> None:
+    def __init__(self, worker: Worker, contexts: Contexts, first: int) -> None:
         self.worker_id: int = worker.info.id
         self.worker = worker
         self._contexts = contexts
         self.comm_hooks: CommHooks = CommHooks(worker.members.name_of)
-        self._last_number = 0  # of the passes that this worker began
+        self._last_number = first  # of the passes that this worker began
         self._number_lock = threading.Lock()
         self._roots: set[PassTask] = set()  # passes that this worker began and that are not over
         self.active_tasks: set[PassTask] = set()  # passes of other roots with a thread in them
@@ -319,7 +321,8 @@ class BackwardManager:
                 return context.passes.get((root, number))
             dropped = _drop_finished(context, root, min_live)
             task = context.passes.get((root, number))
-            if task is None and not context.ended and number >= context.min_live_pass.get(root, 0):
+            is_lost = context.ended or (context.is_plain and root in self.worker.members.lost)
+            if task is None and not is_lost and number >= context.min_live_pass.get(root, 0):
                 task = context.passes[root, number] = PassTask(self, context, root, number, deadline)
         del dropped
         return task
@@ -350,8 +353,7 @@ class BackwardManager:
         """Notify the passes of a context that a worker is lost."""
         with context.lock:
             tasks = list(context.passes.values())
-            if context.is_plain:  # in others, they end with the context; a new worker with this id begins at 1 again
-                context.min_live_pass.pop(peer, None)
+            if context.is_plain:  # in others, they end with the context
                 for key in [key for key in context.passes if key[0] == peer]:
                     del context.passes[key]
         for task in tasks:
