@@ -41,7 +41,10 @@ def test_another_process_with_the_same_id() -> None:
     assert fate_of(own_process() + "0") == GONE
 
 
-@pytest.mark.parametrize("identity", ["", "another boot/4/1/5", "/1/5", "//1/5"])
+NO_NUMBER = f"{own_process().rpartition('/')[0].rpartition('/')[0]}/one/5"
+
+
+@pytest.mark.parametrize("identity", ["", "another boot/4/1/5", "/1/5", "//1/5", NO_NUMBER])
 def test_processes_of_other_hosts(identity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fate_of(identity) == UNKNOWN
     monkeypatch.setattr(process_identity, "_namespace", lambda: "")

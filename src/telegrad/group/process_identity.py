@@ -40,7 +40,7 @@ def fate_of(process: str, has_closed: bool = False) -> Fate:
     """
     namespace, _, rest = process.rpartition("/")[0].rpartition("/")
     started = process.rpartition("/")[2]
-    if not namespace or namespace != _namespace():
+    if not namespace or namespace != _namespace() or not rest.isdecimal():
         return UNKNOWN
     pid = int(rest)
     try:

@@ -101,7 +101,8 @@ class _Newcomer(NamedTuple):
                 " and a rank of its own."
             ) from None
         except BaseException:
-            lease.release()
+            with suppress(RuntimeError):  # the store may have ended
+                lease.release()
             raise
         return Reservation(WorkerInfo(name, number), self.incarnation, lease, self.timing)
 
