@@ -75,10 +75,16 @@ def soak(figures: Mapping[str, Any]) -> str:
             f"Joins: {figures['joins']}, the slowest took {figures['slowest join s']} s."
             + (f" Trouble: {trouble}." if trouble else "")
             + "\n",
-            "What the members that stay hold, after the warm-up; memory in MB:\n",
+            HELD,
             table(("member", "resource", "median", "growth", "limit", "flat"), resources),
         ]
     )
+
+
+HELD = """What the members that stay hold, after the warm-up: resident memory and what is in use of the C library's heap,
+in MB, and blocks of Python's heap, in thousands. Resident memory varies, because free pieces of the heap stay resident:
+a leak shows in what is in use.
+"""
 
 
 def fuzzing(figures: Mapping[str, Any]) -> str:

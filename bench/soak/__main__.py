@@ -65,7 +65,8 @@ def run(seconds: float, seed: int, threads: int) -> dict[str, Any]:
         while time.monotonic() - begun < seconds and not faults.failed:
             pause.wait(seconds / SAMPLES)
             for name, found in samples.items():
-                found.append(sample(group.members[name].pid, time.monotonic() - begun))
+                handle = group.members[name]
+                found.append(sample(handle.pid, time.monotonic() - begun, handle.in_use))
         try:
             faults.end()
             left = group.end()
@@ -84,6 +85,7 @@ def run(seconds: float, seed: int, threads: int) -> dict[str, Any]:
         "slowest join s": round(max(group.joins), 2),
         "resources": {name: {key: one.as_json() for key, one in found.items()} for name, found in grown.items()},
         "memory MB over time": {name: [round(one.memory) for one in found[::10]] for name, found in samples.items()},
+        "heap MB over time": {name: [round(one.heap, 1) for one in found[::10]] for name, found in samples.items()},
         "left behind": left,
         "trouble": trouble,
     }

@@ -13,6 +13,7 @@ from typing import Any
 from bench.soak.ledger import Failure, Ledger
 from bench.soak.member import Assignment, run
 from bench.soak.proxy import Proxy
+from bench.soak.resources import InUse
 
 JOIN_LIMIT = 60.0  # s, on a busy machine
 HUNG_AFTER = 60.0  # s; an operation's calls have timeouts, its backward passes and steps have none
@@ -33,6 +34,7 @@ class Handle:
         theirs.close()
         self._answers: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self._hung: set[tuple[Any, ...]] = set()
+        self.in_use = InUse(0, 0)  # as it last reported
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -75,7 +77,8 @@ class Handle:
                 if what == "expose":
                     self._connection.send(self._proxy.expose(self.name, content[0]))
                 elif what == "report":
-                    self._note(*content)
+                    *counts, self.in_use = content
+                    self._note(*counts)
                 else:
                     self._answers.put((what, *content))
         except (EOFError, OSError):

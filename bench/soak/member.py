@@ -17,6 +17,7 @@ import torch
 import torch._dynamo  # the first optimizer of a process imports it, for seconds
 
 from bench.soak.operations import OPERATIONS, Choice, Wrong
+from bench.soak.resources import in_use
 from telegrad import rpc
 from telegrad.group import addresses
 from telegrad.rpc import Options
@@ -129,7 +130,7 @@ class Member:
         with self._lock:
             content = dict(self._done), self._failed, self._wrong
             self._done, self._failed, self._wrong = Counter(), [], []
-        self._send("report", *content, list(self._running.values()))
+        self._send("report", *content, list(self._running.values()), in_use())
 
     def _left_behind(self) -> str:
         gc.collect()

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.soak.ledger import NOT_SENT_AGAIN, Failure, Fault, Ledger
-from bench.soak.resources import Sample, growth
+from bench.soak.resources import Sample, growth, in_use
 
 
 def failure(error: str = "WorkerLost", begun: float = 10.0, ended: float = 11.0) -> Failure:
@@ -65,8 +66,22 @@ def test_growth_after_the_warm_up(per_minute: float, flat: bool) -> None:
     grown = growth([*warm_up, *samples])
     assert grown["memory"].is_flat is flat
     assert grown["descriptors"].is_flat
+    assert grown["heap"].is_flat
+    leaking = [one._replace(heap=100 + 2 * one.at / 60) for one in samples]
+    assert not growth(leaking)["heap"].is_flat
     more = [*samples[:90], *(one._replace(descriptors=60) for one in samples[90:])]
     assert not growth(more)["descriptors"].is_flat
+
+
+def test_what_is_in_use_of_the_heap() -> None:
+    before = in_use()
+    held = [torch.ones(1 << 20) for _ in range(8)]  # 33.6 MB
+    objects = [object() for _ in range(50_000)]
+    during = in_use()
+    assert 33 < during.heap - before.heap < 40
+    assert during.objects - before.objects > 49
+    del held, objects
+    assert abs(in_use().heap - before.heap) < 4
 
 
 @pytest.mark.slow

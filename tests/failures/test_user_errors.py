@@ -244,7 +244,7 @@ def test_rank_taken_twice(store: Any) -> None:
 
 def _late(store: Any, wrong: Callable[[], Worker], right: Callable[[], Worker]) -> Worker:
     store.wait(["rank/0"])
-    with pytest.raises(TelegradError, match="rank 0 is taken by worker a, so worker b cannot have it"):
+    with pytest.raises(TelegradError, match="rank 0 is taken by worker a, which joins it: its process is alive"):
         wrong()
     return right()
 
