@@ -81,9 +81,9 @@ def soak(figures: Mapping[str, Any]) -> str:
     )
 
 
-HELD = """What the members that stay hold, after the warm-up: resident memory and what is in use of the C library's heap,
-in MB, and blocks of Python's heap, in thousands. Resident memory varies, because free pieces of the heap stay resident:
-a leak shows in what is in use.
+HELD = """What the members that stay hold, after the warm-up: resident memory and what is in use of the C library's
+heap, in MB, and blocks of Python's heap, in thousands. Resident memory varies, because free pieces of the heap stay
+resident: a leak shows in what is in use.
 """
 
 
