@@ -16,7 +16,7 @@ WARM_UP = 0.3  # share of the run before which growth is not judged
 
 
 class InUse(NamedTuple):
-    """What a process uses of its heaps."""
+    """Memory of the heaps of a process that is in use."""
 
     heap: float  # MB in use of the C library's heap
     objects: float  # thousands of blocks of Python's heap
