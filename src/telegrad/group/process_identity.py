@@ -14,6 +14,7 @@ Fate = str
 """State of a process: one of the following."""
 RUNNING, STOPPED, GONE, UNKNOWN = "running", "stopped", "gone", "unknown"
 
+_found: list[str] = []  # what `_namespace` has read: it does not change
 _EXIT_TIME = 0.5  # s for the kernel to finish the exit of a process that has closed its sockets
 
 
@@ -70,9 +71,11 @@ def _ends_soon(pid: int) -> bool:
 
 
 def _namespace() -> str:
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as f:
-        return f"{f.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
-    return ""
+    """Return the boot of the host and the process namespace; "" if unknown."""
+    if not _found:
+        with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as f:
+            _found.append(f"{f.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}")
+    return _found[0] if _found else ""
 
 
 def _facts_of(pid: int) -> tuple[str, str] | None:
