@@ -2,6 +2,7 @@
 
 Add a row, or a test to a row, whenever a fault is found. A test is named by its file under `tests/`, or under
 `csrc/tests/`, and its function; `test_rows.py` checks that it exists. `scenario_rows.py` continues the list.
+The file is longer than others, because the rows of one document are in one place.
 """
 
 from typing import NamedTuple

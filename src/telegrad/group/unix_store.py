@@ -7,8 +7,9 @@ All data is in the one store behind it, so workers of other hosts, which connect
 
 The socket has an abstract name made from the port, which only one process of a network namespace can bind. Each end
 checks that the other belongs to the same user. A message is a byte for its kind, followed by fields with length
-prefixes. There are only the operations that the rendezvous uses. A read waits at the client for its key, as a
-`TCPStore` does.
+prefixes. There are only the operations that a group uses. A read waits at the client for its key, as a `TCPStore` does.
+
+The file is longer than others, because it has both ends of the protocol.
 """
 
 import logging
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as _Store
 else:
     from torch.distributed import Store as _Store
+
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_MESSAGE = 1 << 28  # bytes of a message
