@@ -15,8 +15,8 @@ from telegrad import rpc
 from telegrad.errors import RpcTimeout, ShutdownTimeout, UnknownWorker
 from telegrad.group import rendezvous
 from telegrad.group.group_store import C10dStore
-from telegrad.group.store_waits import BoundedStore, StoreUnresponsive, within
-from telegrad.rpc import Options, Worker
+from telegrad.group.store_waits import BoundedStore, Operation, StoreUnresponsive, within
+from telegrad.rpc import Options, Worker, services
 from telegrad.testing import cluster, eventually, run_all
 from telegrad.worker import shutdown_barrier
 
@@ -122,6 +122,32 @@ def test_waits_for_others_end_while_the_store_is_silent() -> None:
         finally:
             store.answers.set()
         assert time.monotonic() - begun < END
+        assert rpc.get_service("known", timeout=END).to_here() == 5
+
+
+def test_a_wait_for_a_service_blocks_one_thread_while_the_store_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "_MOST", 0.02)
+    store = Silent()
+    reads: list[int] = []  # that have not ended, after each attempt to read
+    result = Operation.result
+
+    def counted(self: Operation[Any], seconds: float) -> Any:
+        try:
+            return result(self, seconds)
+        finally:
+            reads.append(sum(thread.name == "telegrad-store-use" for thread in threading.enumerate()))
+
+    with cluster(1, store=store, dynamic=True):
+        rpc.register_service("known", 5)
+        monkeypatch.setattr(Operation, "result", counted)
+        store.answers.clear()
+        try:
+            with pytest.raises(RpcTimeout, match="wait for the service known"):
+                rpc.get_service("known", timeout=SOON)
+        finally:
+            store.answers.set()
+        assert len(reads) > 2
+        assert max(reads) == 1
         assert rpc.get_service("known", timeout=END).to_here() == 5
 
 

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -12,6 +12,7 @@ from telegrad.waits import Wait, wait_for
 
 __all__ = [
     "BoundedStore",
+    "Operation",
     "Part",
     "Store",
     "StoreGone",
@@ -66,6 +67,43 @@ class StoreUnresponsive(dist.DistNetworkError):
     """The store's host, or the resolver, did not reply in time."""
 
 
+class Operation(Generic[T]):
+    """Operation, such as one of a store, on a thread of its own.
+
+    Args:
+        run: The operation.
+    """
+
+    def __init__(self, run: Callable[[], T]) -> None:
+        self._run = run
+        self._value: T
+        self._failure: BaseException | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._complete, name="telegrad-store-use", daemon=True).start()
+
+    def _complete(self) -> None:
+        try:
+            self._value = self._run()
+        except BaseException as e:
+            self._failure = e
+        self._done.set()
+
+    def result(self, seconds: float) -> T:
+        """Wait for the operation, and return what it returned.
+
+        Args:
+            seconds: Limit in seconds.
+
+        Raises:
+            StoreUnresponsive: The limit has passed; the operation continues.
+        """
+        if not wait_for(self._done, seconds):
+            raise StoreUnresponsive(f"the host of the group's store has not replied within {seconds:.3g} s")
+        if self._failure is not None:
+            raise self._failure
+        return self._value
+
+
 def within(seconds: float, operation: Callable[[], T]) -> T:
     """Run an operation, such as one of a store, with a timeout.
 
@@ -76,25 +114,7 @@ def within(seconds: float, operation: Callable[[], T]) -> T:
     Raises:
         StoreUnresponsive: The limit has passed; the operation continues on a thread of its own.
     """
-    if not seconds:
-        return operation()
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            outcome.append(operation())
-        except BaseException as e:
-            failure.append(e)
-        done.set()
-
-    threading.Thread(target=run, name="telegrad-store-use", daemon=True).start()
-    if not wait_for(done, seconds):
-        raise StoreUnresponsive(f"the host of the group's store has not replied within {seconds:.3g} s")
-    if failure:
-        raise failure[0]
-    return outcome[0]
+    return Operation(operation).result(seconds) if seconds else operation()
 
 
 class BoundedStore:

@@ -7,9 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from telegrad.errors import TelegradError, UnknownWorker, WorkerLost
-from telegrad.group.group_store import GroupStore
 from telegrad.group.records import sealed, unsealed
-from telegrad.group.store_waits import StoreUnresponsive, within
+from telegrad.group.store_waits import Operation, StoreUnresponsive
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rpc.groups import membership_of, seconds_of, wait_until
 from telegrad.rref import RRef
@@ -97,9 +96,16 @@ def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
     until = math.inf if limit is None else time.monotonic() + limit
     changed = threading.Event()
     gone: list[str] = []
+    read: Operation[str | None] | None = None
 
     def find() -> int | None:
-        found = _read(service.log.store, _key(name), until)
+        nonlocal read
+        read = read or Operation(lambda: service.log.store.get(_key(name)))
+        try:
+            found = read.result(min(max(until - time.monotonic(), _LEAST), _MOST))
+        except StoreUnresponsive:
+            return None  # the next attempt waits for the same read
+        read = None
         if found is None:
             return None
         of, owner, number, incarnation = unsealed(found, worker.group)
@@ -130,18 +136,6 @@ def _registered(name: str) -> RRef[Any]:
     if found is None:
         raise UnknownWorker((worker.info.name, worker.info.id), f"service {name}")
     return found
-
-
-def _read(store: GroupStore, key: str, until: float) -> str | None:
-    """Return the value of a key, None if there is none or the store does not reply.
-
-    Raises:
-        StoreGone: The host of the store is gone.
-    """
-    try:
-        return within(min(max(until - time.monotonic(), _LEAST), _MOST), lambda: store.get(key))
-    except StoreUnresponsive:
-        return None
 
 
 def _key(name: str) -> str:
