@@ -18,7 +18,7 @@ struct Tag {
   static constexpr int kReferences = 32;  // body is a message of the reference protocol
   static constexpr int kShutdown = 33;  // body is a message of the shutdown protocol
   static constexpr int kContextEnded = 35;
-  static constexpr int kMembership = 36;  // body is (epoch of the group's log, phase), see worker/membership_service.py
+  static constexpr int kMembership = 36;  // body is (epoch of the group's log, phase), see worker/membership/service.py
   static constexpr int kConnect = 34;  // no body: opens a connection, so that each worker detects the loss of the other
 };
 

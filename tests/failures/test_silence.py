@@ -15,7 +15,7 @@ from telegrad import autograd, optim, rpc
 from telegrad.errors import WorkerLost
 from telegrad.rpc import Options, RRef
 from telegrad.testing import Gate, cluster, eventually
-from telegrad.worker import membership_service
+from telegrad.worker.membership import service as membership_service
 
 INTERVAL = 0.6  # s
 LIMIT = 3 * INTERVAL

@@ -20,7 +20,7 @@ from telegrad.protocols.membership import Joined, Lose
 from telegrad.rpc import Options, Worker, services
 from telegrad.rpc.groups import wait_until
 from telegrad.testing import Cluster, cluster, eventually
-from telegrad.worker import membership_service
+from telegrad.worker.membership import service as membership_service
 
 SOON = 0.2  # s; of waits that are meant to end
 LONG = 30.0  # s

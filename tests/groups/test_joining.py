@@ -23,7 +23,7 @@ from telegrad.protocols.membership import Leave
 from telegrad.rpc import Options, Worker
 from telegrad.testing import Gate, cluster, eventually
 from telegrad.waits import Wait
-from telegrad.worker import membership
+from telegrad.worker.membership import joining
 
 PATIENT = Options(member_lease=20.0, transports=("tcp",), rpc_timeout=30)
 QUICK = Options(member_lease=2.0, transports=("tcp",), rpc_timeout=30)
@@ -219,15 +219,15 @@ def test_two_newcomers_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have reserved ranks before either has joined: the second one to join fails."""
     with cluster(1, dynamic=True) as group:
         faster: list[Worker] = []
-        original = membership.commit
+        original = joining.commit
 
         def commit(*args: Any) -> None:
             if not faster:
-                monkeypatch.setattr(membership, "commit", original)
+                monkeypatch.setattr(joining, "commit", original)
                 faster.append(Worker("x", 2, store=group.store))
             original(*args)
 
-        monkeypatch.setattr(membership, "commit", commit)
+        monkeypatch.setattr(joining, "commit", commit)
         with pytest.raises(RuntimeError, match=r"name x is not unique\. Workers 1 and 2 share the same name"):
             Worker("x", 1, store=group.store)
         assert group[0].rpc_sync("x", abs, (-1,)) == 1

@@ -5,7 +5,7 @@ from unittest.mock import MagicMock, call
 
 from telegrad.options import Options
 from telegrad.types import WorkerInfo
-from telegrad.worker.member_changes import MemberChanges
+from telegrad.worker.membership.changes import MemberChanges
 
 
 def worker_with_peer(incarnation: int) -> tuple[MemberChanges, MagicMock]:

@@ -5,7 +5,7 @@ import pytest
 from telegrad.errors import UnknownWorker, WorkerLost
 from telegrad.group.rendezvous import Member
 from telegrad.types import WorkerInfo
-from telegrad.worker.members import MAX_RETIRED, Members
+from telegrad.worker.membership.members import MAX_RETIRED, Members
 
 
 def member(number: int, name: str = "") -> Member:

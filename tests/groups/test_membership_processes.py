@@ -19,9 +19,9 @@ from telegrad.group.lease import Lease
 from telegrad.group.log import GroupLog
 from telegrad.rpc import Options
 from telegrad.testing import eventually
-from telegrad.worker import membership
-from telegrad.worker.membership_service import MembershipService
-from telegrad.worker.shutdown_barrier import GracefulShutdown
+from telegrad.worker.membership import joining
+from telegrad.worker.membership.service import MembershipService
+from telegrad.worker.membership.shutdown_barrier import GracefulShutdown
 
 LEASE = 2.0  # s
 SOON = 2.0  # s; a join takes less, also next to a stopped member
@@ -82,7 +82,7 @@ STEPS: dict[str, tuple[Any, str, bool]] = {  # function, whether the process die
     "after the lease": (Lease, "acquire", True),
     "before the entry": (GroupLog, "append", False),
     "after the entry": (GroupLog, "append", True),
-    "before it serves": (membership, "serve", False),
+    "before it serves": (joining, "serve", False),
     "after it serves": (MembershipService, "begin", True),
     "before it leaves": (MembershipService, "leave", False),
     "after its entry": (MembershipService, "announce", False),

@@ -18,7 +18,7 @@ from telegrad.group.group_store import C10dStore
 from telegrad.group.store_waits import BoundedStore, Operation, StoreUnresponsive, within
 from telegrad.rpc import Options, Worker, services
 from telegrad.testing import cluster, eventually, run_all
-from telegrad.worker import shutdown_barrier
+from telegrad.worker.membership import shutdown_barrier
 
 SOON = 0.3  # s
 END = 10.0  # s

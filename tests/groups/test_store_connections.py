@@ -14,8 +14,8 @@ from telegrad.group.store_waits import StoreGone
 from telegrad.protocols.membership import Lose
 from telegrad.rpc import Options, Worker
 from telegrad.testing import eventually
-from telegrad.worker import membership_service
-from telegrad.worker.membership_service import MembershipService
+from telegrad.worker.membership import service as membership_service
+from telegrad.worker.membership.service import MembershipService
 
 LONG = 30.0  # s
 LEASE = 2.0  # s

@@ -16,8 +16,8 @@ from telegrad.protocols.leases import NO_NEWS, Timing, holder_of, lease_value, r
 from telegrad.rpc import Options
 from telegrad.testing import cluster, eventually
 from telegrad.waits import Wait
-from telegrad.worker import membership_service
 from telegrad.worker.default_worker import current_worker
+from telegrad.worker.membership import service as membership_service
 
 GROUP = Group("token", b"secret of the group", False)
 OTHERS = Group("token", b"another secret", False)

@@ -21,7 +21,8 @@ class Broken(AssertionError):
 class World:
     """Workers that call each other and shut down.
 
-    Counters are those of the worker (worker/shutdown_barrier.py): received requests, and what is in progress.
+    Counters are those of the worker (worker/membership/shutdown_barrier.py): received requests, and what is in
+    progress.
     """
 
     def __init__(self, seed: int) -> None:

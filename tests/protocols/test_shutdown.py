@@ -7,7 +7,7 @@ import pytest
 
 from telegrad.protocols import shutdown
 from telegrad.protocols.shutdown import Ask, Count, Counters, Done, Drain, GaveUp, Missing, Pause, Ready, Report, Send
-from telegrad.worker.shutdown_barrier import ShutdownBarrier
+from telegrad.worker.membership.shutdown_barrier import ShutdownBarrier
 
 Tree = tuple[Any, ...]  # (callee, *trees that its handler calls)
 

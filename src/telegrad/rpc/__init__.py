@@ -37,7 +37,7 @@ from telegrad.worker.calls.interceptors import InterceptedCall, Interceptor, Pro
 from telegrad.worker.calls.retry_policy import Retry
 from telegrad.worker.calls.wait_all import wait_all
 from telegrad.worker.diagnostics.debug_info import DebugInfo
-from telegrad.worker.group_events import Subscription
+from telegrad.worker.membership.events import Subscription
 
 __all__ = [
     "AllGatherStates",

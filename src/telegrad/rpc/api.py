@@ -38,7 +38,7 @@ from telegrad.worker import Worker
 from telegrad.worker.calls.interceptors import PICKLER, switch
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.default_worker import current_worker, open_worker, set_default_worker
-from telegrad.worker.membership import leave_dynamic
+from telegrad.worker.membership.joining import leave_dynamic
 from telegrad.worker.scope import current
 
 __all__ = [

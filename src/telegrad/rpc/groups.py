@@ -14,8 +14,8 @@ from telegrad.types import To, WorkerInfo
 from telegrad.waits import wait_for
 from telegrad.worker import Worker
 from telegrad.worker.default_worker import open_worker
-from telegrad.worker.group_events import JOIN, LEAVE, LOSS, Subscription
-from telegrad.worker.membership_service import MembershipService
+from telegrad.worker.membership.events import JOIN, LEAVE, LOSS, Subscription
+from telegrad.worker.membership.service import MembershipService
 
 __all__ = ["all_gather", "barrier", "broadcast", "on_join", "on_leave", "on_lost", "wait_for_worker"]
 

@@ -22,8 +22,9 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.options import TensorPipeRpcBackendOptions
 from telegrad.rref import RRef
 from telegrad.types import WorkerInfo
-from telegrad.worker import Worker, lifecycle_log, membership
+from telegrad.worker import Worker, lifecycle_log
 from telegrad.worker.autograd_hooks import WorkerPlugins
+from telegrad.worker.membership import joining
 
 __all__ = ["init_rpc", "is_available", "join", "start_agent"]
 
@@ -169,7 +170,7 @@ def join(
         group = rendezvous.agree(store, given_secret(options), False, 0)
         device_maps.check({name: mine}, False)
         store_at = addresses.store_host(options.init_method, store)
-        worker = membership.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
+        worker = joining.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
         lifecycle_log.joined(worker)
         return worker
     attempts = Attempts(store, name, rank, timeout, Timing(options.member_lease))
@@ -202,7 +203,7 @@ def _join_static(
         founders = rendezvous.read_list(store, group)
         if founders is not None:
             info = WorkerInfo(name, rank)
-            worker = membership.rejoin_static(
+            worker = joining.rejoin_static(
                 store, info, group, founders, options, store_at, _LAYERS, tuple(mine), attempts.wait(timeout)
             )
             lifecycle_log.joined(worker)
@@ -212,7 +213,7 @@ def _join_static(
     except MembershipError as e:
         raise rendezvous.JoinRefused(str(e)) from None
     try:
-        worker, service = membership.create_worker(reservation, log, group, options, store_at, _LAYERS)
+        worker, service = joining.create_worker(reservation, log, group, options, store_at, _LAYERS)
     except Exception as e:
         rendezvous.mark_failed(store, rank, str(e))
         raise
@@ -224,7 +225,7 @@ def _join_static(
         for member in members:
             worker.add_member(member)
         worker.shutdown.set_members([member.id for member in members if member.id != rank])
-        membership.serve(worker, service, store)
+        joining.serve(worker, service, store)
     except BaseException:
         worker.close()
         raise

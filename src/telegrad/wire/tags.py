@@ -28,7 +28,7 @@ class Tag(IntEnum):
     REFERENCES = 32  # body is a message of the reference protocol
     SHUTDOWN = 33  # body is a message of the shutdown protocol
     CONTEXT_ENDED = 35  # body is (id of the autograd context, number of requests that the sender made in it)
-    MEMBERSHIP = 36  # body is (epoch of the group's log, phase), see worker/membership_service.py
+    MEMBERSHIP = 36  # body is (epoch of the group's log, phase), see worker/membership/service.py
     CONNECT = 34  # no body: opens a connection, so that each worker detects the loss of the other
 
 

@@ -10,7 +10,7 @@ from telegrad.group.addresses import candidates, transport_of
 from telegrad.group.records import Member
 from telegrad.options import Options
 from telegrad.types import WorkerInfo
-from telegrad.worker.members import Members
+from telegrad.worker.membership.members import Members
 
 __all__ = ["connected", "joined", "left", "lost", "peer_left", "why_not_faster"]
 

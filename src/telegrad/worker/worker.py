@@ -37,9 +37,10 @@ from telegrad.worker.diagnostics.running import RunningHandlers
 from telegrad.worker.diagnostics.size_warning import SizeWarning
 from telegrad.worker.diagnostics.watchdog import Watchdog
 from telegrad.worker.fault_rules import WorkerFaults
-from telegrad.worker.member_changes import MemberChanges
-from telegrad.worker.members import Members
-from telegrad.worker.membership_service import MembershipService
+from telegrad.worker.membership.changes import MemberChanges
+from telegrad.worker.membership.members import Members
+from telegrad.worker.membership.service import MembershipService
+from telegrad.worker.membership.shutdown_barrier import GracefulShutdown
 from telegrad.worker.native import ENVIRONMENT, is_encrypted, make_engine, make_server
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import Scope, current
@@ -49,7 +50,6 @@ from telegrad.worker.serving.exposure import ALLOW_ALL, AllowList
 from telegrad.worker.serving.handlers import Handlers
 from telegrad.worker.serving.once import RememberedRuns
 from telegrad.worker.serving.thread_pool import CANCEL, COMPLETION, EVENT, ONEWAY, ThreadPool
-from telegrad.worker.shutdown_barrier import GracefulShutdown
 from telegrad.worker.timers import Timers
 from telegrad.worker.unread_failures import log_unread
 

@@ -28,7 +28,7 @@ OWN_FUNCTIONS: Final[dict[str, str]] = {
     "telegrad.rpc.chunks:run_chunk": "checks the function of the map",
     "telegrad.worker.serving.once:run_once": "checks the function of the call",
     # the group
-    "telegrad.worker.membership:_ping": "returns nothing",
+    "telegrad.worker.membership.joining:_ping": "returns nothing",
     "telegrad.rpc.services:_registered": "returns a reference that the program has registered as a service",
     "telegrad.rpc.api:_gather_to_leader": "stores a value for a gathering",
     "telegrad.rpc.api:_broadcast_to_followers": "stores values for a gathering",

@@ -40,9 +40,9 @@ from telegrad.protocols.membership import Change, Event, Joined, Leave, Lose, Lo
 from telegrad.types import WorkerInfo
 from telegrad.waits import wait_for
 from telegrad.wire import Tag
-from telegrad.worker.group_events import GroupEvents
-from telegrad.worker.members import Members
-from telegrad.worker.store_outage import StoreOutage
+from telegrad.worker.membership.events import GroupEvents
+from telegrad.worker.membership.members import Members
+from telegrad.worker.membership.store_outage import StoreOutage
 
 __all__ = ["MembershipService"]
 

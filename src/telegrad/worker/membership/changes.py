@@ -9,11 +9,11 @@ from telegrad.types import WorkerInfo
 from telegrad.worker import lifecycle_log
 from telegrad.worker.autograd_hooks import AutogradHooks
 from telegrad.worker.closed import AnyEngine
-from telegrad.worker.members import Members
-from telegrad.worker.membership_service import MembershipService
+from telegrad.worker.membership.members import Members
+from telegrad.worker.membership.service import MembershipService
+from telegrad.worker.membership.shutdown_barrier import GracefulShutdown
 from telegrad.worker.refs.references import References
 from telegrad.worker.serving.once import RememberedRuns
-from telegrad.worker.shutdown_barrier import GracefulShutdown
 
 __all__ = ["MemberChanges"]
 

@@ -34,7 +34,7 @@ from telegrad.waits import wait_for
 from telegrad.wire import Tag
 from telegrad.worker import lifecycle_log
 from telegrad.worker.closed import AnyEngine
-from telegrad.worker.members import Members
+from telegrad.worker.membership.members import Members
 from telegrad.worker.timers import Timers
 
 __all__ = ["GracefulShutdown", "ShutdownBarrier"]

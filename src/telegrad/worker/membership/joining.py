@@ -27,8 +27,8 @@ from telegrad.types import WorkerInfo
 from telegrad.waits import Wait, wait_for
 from telegrad.worker.autograd_hooks import WorkerPlugins
 from telegrad.worker.calls.future import CallFuture
-from telegrad.worker.group_events import GroupEvents
-from telegrad.worker.membership_service import DRAINED, MembershipService
+from telegrad.worker.membership.events import GroupEvents
+from telegrad.worker.membership.service import DRAINED, MembershipService
 from telegrad.worker.worker import Worker
 
 __all__ = ["create_worker", "join_dynamic", "leave_dynamic", "rejoin_static", "serve"]

@@ -1,0 +1,1 @@
+"""Membership of a worker: joins, leaves, the known members, and the shutdown."""
