@@ -185,7 +185,8 @@ void CallTable::on_reply(const ConnectionPtr& c, Incoming&& m, Released& release
   if (Call* call = slab_.find(id)) {
     if (call->connection != c->id) return;  // only the peer that got the request may answer it
     if (call->status == CallStatus::kPending) {
-      if (call->expired || has_expired(m)) [[unlikely]]  // the callee may notice first that the deadline has passed
+      // The callee may notice first that the deadline has passed.
+      if (call->expired || m.header.flags & kLate || has_expired(m)) [[unlikely]]
         return complete_late(id, std::move(m), released);
       return complete(id, Completion{.status = CallStatus::kReplied, .reply = std::move(m), .connection = c->id},
                       released);

@@ -86,6 +86,7 @@ Canceler::Detached& Canceler::detach(const Key& key, bool deferred) {
   if (RunningRequest* running = parts_.queue.find_running(key.first, key.second)) {
     request.canceled = running->canceled;
     request.must_run = running->must_run;
+    request.late = running->late;
     request.peer = running->peer;
     request.since = running->since;
     *running = {};
@@ -100,15 +101,26 @@ bool Canceler::is_canceled(std::uint64_t connection, std::uint64_t call) const {
   return found != detached_.end() && found->second.canceled;
 }
 
-void Canceler::on_reply(std::uint64_t connection, std::uint64_t call) {
+void Canceler::mark_late(std::uint64_t connection, std::uint64_t call) {
+  Lock lock(parts_.mutex);
+  if (RunningRequest* running = parts_.queue.find_running(connection, call)) {
+    running->late = true;
+  } else if (const auto found = detached_.find({connection, call}); found != detached_.end()) {
+    found->second.late = true;
+  }
+}
+
+bool Canceler::on_reply(std::uint64_t connection, std::uint64_t call) {
+  bool late = false;
   if (!detached_.empty()) [[unlikely]] {
     const auto found = detached_.find({connection, call});
     if (found != detached_.end()) {
+      late = found->second.late;
       if (!found->second.deferred) --parked_;
       detached_.erase(found);
     }
   }
-  parts_.queue.end_request(connection, call);
+  return parts_.queue.end_request(connection, call) || late;
 }
 
 }  // namespace telegrad

@@ -55,8 +55,11 @@ class Canceler {
   bool detach(std::uint64_t connection, std::uint64_t call, bool deferred) EXCLUDES(engine_mutex);
   /// Returns whether a request that has not been answered has been canceled.
   bool is_canceled(std::uint64_t connection, std::uint64_t call) const EXCLUDES(engine_mutex);
-  /// Forgets a request, which the calling thread answers.
-  void on_reply(std::uint64_t connection, std::uint64_t call) REQUIRES(engine_mutex);
+  /// Records that the handler of a request was told that its deadline has passed. It may return early, so its reply is
+  /// no result, even if it arrives before the caller has noticed the deadline.
+  void mark_late(std::uint64_t connection, std::uint64_t call) EXCLUDES(engine_mutex);
+  /// Forgets a request, which the calling thread answers. Returns whether it is late.
+  bool on_reply(std::uint64_t connection, std::uint64_t call) REQUIRES(engine_mutex);
   /// Returns the number of detached requests.
   std::size_t detached() const REQUIRES(engine_mutex) { return detached_.size(); }
   /// Returns how many of them wait for their inputs.
@@ -70,6 +73,7 @@ class Canceler {
     bool deferred = false;
     bool canceled = false;
     bool must_run = false;  // kMustRun: it cannot be canceled
+    bool late = false;
     std::int32_t peer = -1;
     Nanos since = 0;                   // when a thread took it
     std::shared_ptr<const Name> name;  // of the function, if it is parked

@@ -119,7 +119,8 @@ bool Engine::reply(std::uint64_t connection, std::uint64_t call, std::unique_ptr
   bool more;  // other requests are waiting for a thread
   {
     Lock lock(parts_.mutex);
-    parts_.canceler.on_reply(connection, call);
+    if (parts_.canceler.on_reply(connection, call)) [[unlikely]]
+      m->header.flags |= kLate;
     c = parts_.peers.find_connection(connection);
     if (!c) return false;  // the caller has disconnected
     more = parts_.queue.has_requests();

@@ -30,6 +30,7 @@ struct RunningRequest {
   std::uint64_t call = 0;  // 0: none
   bool must_run = false;   // kMustRun: it cannot be canceled
   bool canceled = false;
+  bool late = false;  // see Canceler::mark_late
   std::int32_t peer = -1;
   std::uint32_t depth = 0;  // of nested calls
   Nanos since = 0;          // when the thread took it
@@ -96,10 +97,11 @@ class WorkQueue {
   RunningRequest* find_running(std::uint64_t connection, std::uint64_t call) REQUIRES(engine_mutex);
   /// Marks the running requests of a connection.
   void cancel_running(std::uint64_t connection) REQUIRES(engine_mutex);
-  /// Records that the calling thread answers a request.
-  void end_request(std::uint64_t connection, std::uint64_t call) REQUIRES(engine_mutex) {
+  /// Records that the calling thread answers a request. Returns whether it is late.
+  bool end_request(std::uint64_t connection, std::uint64_t call) REQUIRES(engine_mutex) {
     const PoolThread* self = this_thread();
-    if (self && self->request->call == call && self->request->connection == connection) *self->request = {};
+    if (!self || self->request->call != call || self->request->connection != connection) return false;
+    return std::exchange(*self->request, {}).late;
   }
 
   // ---- reply window

@@ -84,6 +84,35 @@ CASE_ON_EVERY_SCHEME(a_running_request_can_ask) {
   CHECK_EQ(a.completion_count.value(), 0);  // the late reply is dropped
 }
 
+CASE_ON_EVERY_SCHEME(a_late_reply_is_no_result) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  WorkItem kept;
+  Event detached;
+  b.on_custom = [&](WorkItem& item) {
+    const std::uint64_t call = item.message.header.call_id;
+    if (item.message.body_view() == "defer") {
+      b.engine->mark_late(item.connection, call);
+      b.engine->detach(item.connection, call, true);
+      kept = std::move(item);
+      return detached.set();
+    }
+    b.engine->mark_late(item.connection, call);
+    b.answer(item, "a part");
+  };
+  const Completion running = a.call(1, {.tag = kCustom});
+  CHECK(running.status == CallStatus::kTimedOut);
+  CHECK_EQ(running.why, "reply lost");
+  a.start(1, 1, {.tag = kCustom, .body = "defer"});
+  detached.wait();
+  b.answer(kept, "a part");
+  a.completion_count.wait_for(1);
+  CHECK(a.completions[1].status == CallStatus::kTimedOut);
+  b.on_custom = [&](WorkItem& item) { b.answer(item, "whole"); };
+  CHECK_EQ(body_of(a.call(1, {.tag = kCustom})), "whole");
+  wait_until_quiet(b);
+}
+
 CASE_ON_EVERY_SCHEME(a_request_with_a_deferred_result_is_reported_once) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);

@@ -32,6 +32,7 @@ struct Flag {
   static constexpr int kFailed = 64;  // of CREATED: the owner has an exception instead of the value
   static constexpr int kKeepAs = 128;  // of CALL: keep the result as the caller's reference with this local id
   static constexpr int kReceiver = 256;
+  static constexpr int kLate = 512;
   static constexpr int kMustRun = 4096;
   static constexpr int kLeftOut = 8192;
   static constexpr int kMustDeliver = 16384;

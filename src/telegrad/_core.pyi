@@ -328,6 +328,13 @@ class Engine:
     def is_canceled(self, connection: int, call: int) -> bool:
         """Return whether a request that has no reply yet has been canceled."""
 
+    def mark_late(self, connection: int, call: int) -> None:
+        """
+        Record that the handler of a request was told that its deadline has passed.
+
+        The call times out, whatever the reply to the request is.
+        """
+
     def largest_body(self, connection: int) -> int:
         """
         Return the size limit in bytes of a reply's body; a larger body is left out.

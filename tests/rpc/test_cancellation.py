@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from cancellation_helpers import Log
 from telegrad import autograd, rpc
 from telegrad.errors import Cancelled, RpcTimeout
 from telegrad.nn import RemoteModule
+from telegrad.rpc import cancellation
 from telegrad.testing import Cluster, Gate, Local, assert_quiescent, cluster, eventually, run_all
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.filterwarnings("error")]
@@ -102,6 +104,17 @@ def test_to_cancel_what_has_ended_changes_nothing(clean: Cluster, log: Log) -> N
     assert not failed.cancel()
     with pytest.raises(ValueError, match="invalid literal"):
         failed.wait()
+
+
+def test_a_function_that_raises_cancelled_is_not_canceled(clean: Cluster) -> None:
+    future = rpc.rpc_async("w1", raises_cancelled)
+    with pytest.raises(Cancelled, match="by the function"):
+        future.wait()
+    assert not future.cancelled()
+
+
+def raises_cancelled() -> None:
+    raise Cancelled("by the function")
 
 
 def test_callbacks_see_the_cancellation(clean: Cluster, log: Log) -> None:
@@ -255,6 +268,35 @@ def test_an_expired_call_ends_its_handler(clean: Cluster, log: Log, handler: Any
         rpc.rpc_sync("w1", handler, (log.local,), timeout=0.05)
     assert caught.value.state == "running"
     eventually(lambda: log.lines[-1] in ("canceled", "finally"))
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let callees find that deadlines have passed before their callers do."""
+    monkeypatch.setattr(cancellation, "time", SimpleNamespace(monotonic_ns=lambda: 1 << 62))
+
+
+def stops_early() -> str:
+    return "a part" if rpc.cancelled() else "the whole"
+
+
+async def stops_early_in_a_coroutine() -> str:
+    await asyncio.sleep(0)
+    return stops_early()
+
+
+def stops_early_with_a_reference() -> Any:
+    assert rpc.cancelled()
+    return rpc.RRef("a part")
+
+
+@pytest.mark.usefixtures("late", "clean")
+@pytest.mark.parametrize("handler", [stops_early, stops_early_in_a_coroutine, stops_early_with_a_reference])
+def test_a_part_that_arrives_before_the_caller_notices_the_deadline_is_no_result(handler: Any) -> None:
+    with pytest.raises(RpcTimeout) as caught:
+        rpc.rpc_sync("w1", handler, timeout=60)
+    assert caught.value.state == "reply lost"
+    assert rpc.rpc_sync("w1", stops_early, timeout=0) == "the whole"
 
 
 @pytest.mark.parametrize("handler", [calls_on, returns_future_of])

@@ -6,14 +6,15 @@ import functools
 import gc
 import inspect
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from map_helpers import later
 
 from telegrad import rpc
-from telegrad.errors import RpcTimeout
-from telegrad.rpc import chunks
+from telegrad.errors import RpcTimeout, TelegradError
+from telegrad.rpc import cancellation, chunks
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import Cluster, Local, eventually
 
@@ -145,3 +146,17 @@ def test_a_canceled_chunk_runs_few_further_items(clean: Cluster) -> None:
     eventually(lambda: "canceled" in log.ran)
     eventually(lambda: not clean[1]._worker.engine.stats()["running_requests"])
     assert len(log.ran) - log.ran.index("canceled") <= chunks.MOST_IN_SLICE
+
+
+def test_a_chunk_that_stops_before_its_caller_notices_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cancellation, "time", SimpleNamespace(monotonic_ns=lambda: 1 << 62))
+    monkeypatch.setattr(chunks, "SLICE_TIME", 0)
+    with pytest.raises(RpcTimeout):
+        list(rpc.map("w1", abs, range(100), chunk=100, timeout=60))
+
+
+def test_a_reply_with_too_few_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "SLICE_TIME", 0)
+    monkeypatch.setattr(chunks, "cancelled", lambda: True)
+    with pytest.raises(TelegradError, match=r"rpc\.map of abs got 1 results for the 5 items from 0 on"):
+        list(rpc.map("w1", abs, range(5), chunk=5))

@@ -17,9 +17,9 @@ from telegrad.rref import RRef
 from telegrad.rref.create import create
 from telegrad.serialize.tracebacks import strip_own_frames
 from telegrad.types import To
-from telegrad.worker.calls.future import CallFuture, Deferred
+from telegrad.worker.calls.future import CallFuture, Deferred, cancel_if_interrupted
 from telegrad.worker.calls.retry_policy import Retry
-from telegrad.worker.calls.retrying import start_retrying, wait_or_cancel
+from telegrad.worker.calls.retrying import start_retrying
 from telegrad.worker.default_worker import current_worker, open_worker
 
 __all__ = ["NOT_CALLABLE", "Args", "Kwargs", "call", "collect", "remote", "rpc_async", "rpc_sync"]
@@ -98,7 +98,9 @@ def rpc_sync(
         raise NotInitialized
     try:
         if retry is not None:
-            return wait_or_cancel(start_retrying(worker, to, func, args, kwargs, timeout, retry))
+            future = start_retrying(worker, to, func, args, kwargs, timeout, retry)
+            with cancel_if_interrupted(future):
+                return future.wait()
         return worker.rpc_sync(to, func, args, kwargs, timeout)
     except Exception as error:
         raise strip_own_frames(error)

@@ -36,6 +36,7 @@ def cancelled() -> bool:
     if scope is None or not scope.request:
         return False
     if scope.deadline and time.monotonic_ns() >= scope.deadline:
+        scope.worker.engine.mark_late(scope.connection, scope.call)  # the reply may arrive before the caller notices
         return True
     is_not_needed = not_needed.get()
     if is_not_needed is not None:  # of a stream, or of a call with a retry

@@ -16,7 +16,6 @@ from telegrad.worker.calls.callables import callee_of, found, rerun_for_torch_er
 from telegrad.worker.calls.future import CallFuture, awaitable_of
 from telegrad.worker.calls.interceptors import carriers
 from telegrad.worker.default_worker import open_worker
-from telegrad.worker.serving.event_loop import bind_torch_state
 from telegrad.worker.serving.intercepted import has_async_mark, not_a_future
 
 __all__ = ["Reply", "run_chunk"]
@@ -108,7 +107,7 @@ def _settled(function: object, result: Any) -> Awaitable[tuple[object, BaseExcep
     """Return a coroutine of a deferred result and its error."""
     waiting: Awaitable[object] | None = None
     if type(result) is CoroutineType:
-        waiting = bind_torch_state(result)
+        waiting = result
     elif isinstance(result, Future):
         waiting = awaitable_of(result)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 
-from telegrad.errors import NotInitialized, RemoteError, WorkerLost
+from telegrad.errors import NotInitialized, RemoteError, TelegradError, WorkerLost
 from telegrad.rpc.calls import NOT_CALLABLE
 from telegrad.rpc.chunks import Reply, run_chunk
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
@@ -365,8 +365,10 @@ class _Mapping:
                 assert future is not None
                 try:
                     future.wait()  # this thread polls the network
-                except Exception:  # `_settle` or `_take` process it
-                    pass
+                except Exception as error:
+                    failure = future.failure() if future.done() else None
+                    if type(failure) is not type(error):  # raised by a signal handler, or the worker has closed
+                        raise
             else:
                 self._completed.get()
 
@@ -404,6 +406,11 @@ class _Mapping:
             values, _, packed = chunk.future.value()
         except Exception as error:
             return [], chunk.noted(error, self._label)
+        if packed is None and len(values) != len(chunk.items):
+            raise TelegradError(
+                f"rpc.map of {self._label} got {len(values)} results for the {len(chunk.items)} items from"
+                f" {chunk.start} on. If an interceptor changes results of `map`, it has to keep their number."
+            )
         if packed is None:
             return values, None
         failure = unpack_exception(packed, self._worker.messages.gate)

@@ -1,7 +1,8 @@
 """Tags and flags of the messages that workers exchange.
 
 A message has a tag, flags, optionally an interned name, a body and segments (docs/protocol.md has the layout). Python
-defines the tags and the flags below bit 12. The core defines bits 12 to 15 (csrc/core/message.h) and also reads bit 2.
+defines the tags and the flags below bit 12. The core defines bits 12 to 15 (csrc/core/message.h) and also uses bits 2
+and 9.
 """
 
 from enum import IntEnum, IntFlag
@@ -45,6 +46,7 @@ class Flag(IntFlag):
     # Of CALL: run it on the value of this reference. Without a name the reply is the value itself. A method's name runs
     # that method; a function's name runs that function, with the value as its first argument.
     RECEIVER = 1 << 8
+    LATE = 1 << 9  # of replies, core: the handler was told that the deadline had passed, so the call times out
 
     MUST_RUN = 1 << 12  # core: the request runs even if its caller cancels it, is lost, or its deadline has passed
     LEFT_OUT = 1 << 13  # core: content left out; the body is a LeftOut and a text, the only segment the metadata

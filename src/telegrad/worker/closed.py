@@ -82,6 +82,7 @@ class ClosedEngine:
 
     acknowledge: Callable[..., None] = _noop
     set_epoch: Callable[..., None] = _noop
+    mark_late: Callable[..., None] = _noop
 
     def cancel(self, *_: object) -> bool:
         """Return False: every call has ended."""
