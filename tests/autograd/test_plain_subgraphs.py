@@ -205,7 +205,7 @@ def test_collecting_visits_only_what_was_freed() -> None:
 def test_a_message_to_a_lost_worker_is_not_kept() -> None:
     group = Group(2, 0, plain=True)
     context: PlainContext = group.contexts[0]
-    context.is_lost = lambda peer: peer == 1
+    context.is_removed = lambda peer: peer == 1
     called: list[None] = []
     context.request_callback = lambda: called.append(None)
     received = group.transfer(0, 1, [leaf()])

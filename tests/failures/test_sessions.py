@@ -3,6 +3,7 @@
 Both ends lose the session, and the next one begins without what it counted.
 """
 
+import contextvars
 import os
 import socket
 import threading
@@ -109,6 +110,33 @@ def test_contexts_of_an_ended_session_end(w: Cluster) -> None:
         autograd.backward(context_id, [rpc.rpc_sync("w1", torch.sum, args=(x,))])
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones(2))
     eventually(lambda: not w[1]._worker.autograd.contexts.table)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_call_made_while_the_end_of_a_session_is_handled(
+    w: Cluster, monkeypatch: pytest.MonkeyPatch, plain: bool
+) -> None:
+    """Its session is the next one, so its gradients arrive."""
+    x, made = torch.ones(2, requires_grad=True), list[Any]()
+    part = w[0]._worker.autograd
+    peer_lost = part.peer_lost
+
+    def call_first(peer: int, why: str) -> None:
+        if not made:
+            made.append(body.run(rpc.rpc_async, "w1", torch.mul, (x, 2)))
+        peer_lost(peer, why)
+
+    monkeypatch.setattr(part, "peer_lost", call_first)
+    with w[0], autograd.plain() if plain else autograd.context() as context_id:
+        body = contextvars.copy_context()
+        break_connections(w)
+        eventually(lambda: made)
+        loss = made[0].wait().sum()
+        if plain:
+            loss.backward()
+        else:
+            autograd.backward(context_id, [loss])
+        assert torch.equal(x.grad if plain else autograd.get_gradients(context_id)[x], torch.full((2,), 2.0))
 
 
 def test_the_end_of_a_context_is_sent_to_a_returned_worker(w: Cluster) -> None:

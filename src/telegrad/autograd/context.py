@@ -62,6 +62,8 @@ class Sent(NamedTuple):
     for a tensor that required no gradient."""
     owners: tuple[Node, ...] = ()
     """Nodes that keep the graph behind the edges alive: nodes of Python functions do not."""
+    epoch: int = 0
+    """Of a request: epoch of the messages to the receiver. Other messages belong to the session of their request."""
 
 
 class Received(NamedTuple):

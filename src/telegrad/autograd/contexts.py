@@ -261,11 +261,12 @@ class Contexts:
         for context in remaining:
             with context.lock:
                 self._begin_epoch(context, peer, epoch)
-                messages = [message for message, sent in context.sends.items() if sent.peer == peer]
+                # A request may have been made since the next epoch began: it will be sent.
+                messages = [m for m, sent in context.sends.items() if sent.peer == peer and sent.epoch < epoch]
                 context.lost_sends.update(dict.fromkeys(messages, self._name_of(peer)))
                 dropped = [context.sends.pop(message) for message in messages]
             del dropped
-        self.plain.release_for({peer})
+        self.plain.release_for({peer}, epoch)
         return [*remaining, self.plain]
 
     def peer_joined(self, peer: int, epoch: int) -> None:
@@ -280,6 +281,7 @@ class Contexts:
         for context in contexts:
             with context.lock:
                 self._begin_epoch(context, peer, epoch)
+        self.plain.release_for({peer}, epoch)
 
     @staticmethod
     def _begin_epoch(context: Context, peer: int, epoch: int) -> None:
@@ -322,7 +324,7 @@ class Contexts:
             WorkerLost: A loss has ended the context here. A message without it would get no gradient.
         """
         message = next(self._message_ids) if tensors else 0
-        record = record_sent(message, peer, tensors) if tensors else None
+        record = record_sent(message, peer, tensors, epoch if request else 0) if tensors else None
         with context.lock:
             if context.ended:
                 if context.lost_worker is not None:

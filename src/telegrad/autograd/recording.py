@@ -107,17 +107,18 @@ def edges_of(record: Sent) -> tuple[GradientEdge | None, ...]:
         )
 
 
-def record_sent(message: int, peer: int, tensors: Sequence[Tensor]) -> Sent:
+def record_sent(message: int, peer: int, tensors: Sequence[Tensor], epoch: int = 0) -> Sent:
     """Create the record of a message that is about to leave.
 
     Args:
         message: Its id.
         peer: The receiver.
         tensors: All its tensors that require grad, in the order in which the receiver decodes them.
+        epoch: See `Sent`.
     """
     if not is_grad_enabled():  # a reply, sent by a thread with gradients disabled
         with torch.inference_mode(False), torch.enable_grad():
-            return record_sent(message, peer, tensors)
+            return record_sent(message, peer, tensors, epoch)
     edges: list[GradientEdge | Tensor] = []
     owners: tuple[Node, ...] = ()
     for tensor in tensors:
@@ -131,7 +132,7 @@ def record_sent(message: int, peer: int, tensors: Sequence[Tensor]) -> Sent:
             edges.append(edge)
             if owner is not None:
                 owners = (*owners, owner)
-    return Sent(message, peer, tuple(edges), owners)
+    return Sent(message, peer, tuple(edges), owners, epoch)
 
 
 def record_received(message: int, peer: int, tensors: list[Tensor]) -> tuple[Received, tuple[Tensor, ...]]:

@@ -50,6 +50,7 @@ class Autograd:
         self.plain: PlainContext = self.contexts.plain
         self.plain.request_callback = self._request_callback
         self.plain.is_lost = worker.members.lost.__contains__
+        self.plain.is_removed = worker.members.removed.__contains__
         self.plain.name_of = worker.members.name_of
         self.plain.backward = self.passes.backward
         self.outside: PlainContext | None = self.plain if worker.options.plain_backward else None

@@ -10,6 +10,7 @@ Finalizers only append to a deque. A pool thread sends the notifications, many i
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -96,6 +97,7 @@ class PlainContext(Context):
         receipts: Received messages with live tensors: id -> sender.
         request_callback: Has a pool thread call `collect` soon. Safe in a finalizer.
         is_lost: Returns whether a worker is lost.
+        is_removed: Returns whether a worker is lost for good: no further session with it begins.
         name_of: Returns the name of a worker.
         backward: Runs a pass whose root is this worker.
     """
@@ -110,10 +112,11 @@ class PlainContext(Context):
         self.receipts: dict[int, int] = {}  # type: ignore[assignment]  # without nodes: they keep the graph alive
         self.request_callback: Callable[[], None] = _no_callback
         self.is_lost: Callable[[int], bool] = _is_never_lost
+        self.is_removed: Callable[[int], bool] = _is_never_lost
         self.name_of: Callable[[int], str] = str
         self.backward: PassStarter | None = None
         self._freed: deque[int] = deque()
-        self._lost_peers: set[int] = set()  # that got messages after their loss
+        self._removed_peers: set[int] = set()  # that were to get messages after their removal
         self._finished_at: set[int] = set()  # workers that may still keep passes of this root that are over
         _contexts.add(self)
 
@@ -158,9 +161,9 @@ class PlainContext(Context):
             if sender is not None:
                 by_peer.setdefault(sender, []).append(message)
         self.release(by_peer.pop(self.worker_id, ()))
-        if self._lost_peers:
-            lost, self._lost_peers = self._lost_peers, set()
-            self.release_for(lost)
+        if self._removed_peers:
+            removed, self._removed_peers = self._removed_peers, set()
+            self.release_for(removed)
         return {peer: messages for peer, messages in by_peer.items() if not self.is_lost(peer)}
 
     # ---- sent messages
@@ -168,8 +171,8 @@ class PlainContext(Context):
     def on_sent(self, record: Sent) -> None:
         """Process a new record, with the lock held."""
         self.components.add(record)
-        if self.is_lost(record.peer):  # the loss has been processed already, or will find the record
-            self._lost_peers.add(record.peer)
+        if self.is_removed(record.peer):  # that has been processed already, or will find the record
+            self._removed_peers.add(record.peer)
             self.request_callback()
 
     def find_sent(self, messages: Iterable[int]) -> list[Sent]:
@@ -186,11 +189,11 @@ class PlainContext(Context):
         self.components.drop(dropped)
         del found, dropped  # without the lock: frees graphs
 
-    def release_for(self, peers: set[int]) -> None:
-        """Drop the records of messages to lost workers."""
+    def release_for(self, peers: set[int], epoch: float = math.inf) -> None:
+        """Drop the records of messages to lost workers, of epochs before `epoch`."""
         with self.lock:
             sends = [*self.sends.values(), *self.consumed.values()]
-        self.release([sent.id for sent in sends if sent.peer in peers])
+        self.release([sent.id for sent in sends if sent.peer in peers and sent.epoch < epoch])
 
     def consume(self, message: int) -> None:
         """Note that a pass without `retain_graph` is about to run the graph of a message."""

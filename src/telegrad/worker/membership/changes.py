@@ -130,6 +130,8 @@ class MemberChanges:
         self.autograd.peer_joined(peer)  # in the epoch that the references have begun
 
     def _release_peer(self, peer: int, reason: str, gone: bool, keep_references: bool = False) -> None:
+        if gone:
+            self.members.removed.add(peer)
         if not keep_references:
             self.references.peer_lost(peer, reason, gone)
         self.autograd.peer_lost(peer, reason)  # in the epoch that the references have begun

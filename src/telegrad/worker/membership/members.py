@@ -27,6 +27,7 @@ class Members:
         self.by_key: dict[str | int, WorkerInfo] = {info.name: info, info.id: info}  # never replaced: the core holds it
         self.lost: dict[int, str] = {}  # workers that are gone, and the reason
         self.departed: set[int] = set()  # lost workers that sent a goodbye
+        self.removed: set[int] = set()  # lost workers with which no further session begins
         self.gone_at_shutdown: set[int] = set()  # lost workers by agreement of the group when its shutdown began
         self.listeners: list[Callable[[], object]] = []  # called when a worker joins, connects, leaves or is lost
         self.connected: dict[int, int] = {}  # incarnations of the workers with an open connection
@@ -94,6 +95,7 @@ class Members:
         self.connected.pop(worker_id, None)
         self.lost.pop(worker_id, None)
         self.departed.discard(worker_id)
+        self.removed.discard(worker_id)
         self.gone_at_shutdown.discard(worker_id)
 
     def get(self, worker_id: int) -> Member | None:
@@ -179,6 +181,7 @@ class Members:
         """Record that a worker has reconnected, or that a new one has its id."""
         self.lost.pop(worker_id, None)
         self.departed.discard(worker_id)
+        self.removed.discard(worker_id)
 
     def notify(self) -> None:
         """Call the listeners."""
