@@ -84,6 +84,30 @@ def test_close_while_a_step_runs() -> None:
     assert ended.value.wait(10)
 
 
+def test_close_wakes_a_reader_that_waits(two: Cluster) -> None:
+    gate, raised = Gate(), list[BaseException]()
+
+    def waiting() -> Iterator[int]:
+        yield 0
+        yield gate.enter() or 1
+
+    def read() -> None:
+        with two[0], pytest.raises(StreamError, match="was closed after 1 items") as caught:
+            next(stream)
+        raised.append(caught.value)
+
+    stream = rpc.stream("w1", waiting, timeout=0)
+    assert next(stream) == 0
+    reader = threading.Thread(target=read)
+    reader.start()
+    gate.wait_for()
+    eventually(lambda: stream._receiver._reader)
+    stream.close()
+    reader.join(10)
+    gate.open()
+    assert raised
+
+
 @pytest.mark.parametrize("items", [0, 1, 2])
 def test_a_generator_in_a_long_step_asks_whether_its_reader_has_closed(items: int) -> None:
     begun, ended = threading.Event(), threading.Event()

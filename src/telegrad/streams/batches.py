@@ -25,9 +25,10 @@ __all__ = [
     "size_of",
 ]
 
-_SMALL: Final = 64 << 10  # bytes of a tensor or text, above which a copy costs more than a call of its own
+_SMALL: Final = 64 << 10  # bytes of an item, above which a copy costs more than a call of its own
 _FEW: Final = 64  # items of a container, for the same reason
 _DEPTH: Final = 4  # of nested containers
+_WORD: Final = 8  # bytes of a number
 
 SOLITARY: Final = object()
 """Result of `copy_item` for an item that needs a batch of its own."""
@@ -74,35 +75,53 @@ def copy_item(item: object) -> object:
         return item
     if kind is Tensor and isinstance(item, Tensor):
         return item.clone() if _is_small(item) else SOLITARY
-    return _copy(item, _DEPTH, set())
+    return _Copier().copy(item, _DEPTH)
 
 
-def _copy(item: object, depth: int, storages: set[int]) -> object:
-    """Copy an item.
+class _Copier:
+    """Copies one item, if all of it is small."""
 
-    Args:
-        item: The item, or a part of it.
-        depth: Most levels of containers within.
-        storages: Addresses of the tensors found so far.
-    """
-    kind = type(item)
-    if kind in _IMMUTABLE:
-        return item
-    if isinstance(item, (str, bytes)):
-        return item if kind in _TEXT and len(item) <= _SMALL else SOLITARY
-    if isinstance(item, Tensor):
-        if kind is not Tensor or not _is_small(item) or (address := item.untyped_storage().data_ptr()) in storages:
-            return SOLITARY  # two tensors of one item that share memory arrive so
-        storages.add(address)
-        return item.clone()
-    copies: Iterable[object]
-    if isinstance(item, (tuple, list)) and kind in _LISTS and len(item) <= _FEW and depth:
-        copies = [_copy(each, depth - 1, storages) for each in item]
-        return SOLITARY if any(each is SOLITARY for each in copies) else tuple(copies) if kind is tuple else copies
-    if isinstance(item, dict) and kind is dict and len(item) <= _FEW and depth and _KEYS.issuperset(map(type, item)):
-        copies = [_copy(each, depth - 1, storages) for each in item.values()]
-        return SOLITARY if any(each is SOLITARY for each in copies) else dict(zip(item, copies, strict=True))
-    return SOLITARY
+    def __init__(self) -> None:
+        self._left = _SMALL  # bytes
+        self._found: set[int] = set()  # addresses of containers and of the memory of tensors
+
+    def copy(self, item: object, depth: int) -> object:
+        """Copy an item or a part of it, or return `SOLITARY`.
+
+        Args:
+            item: The item.
+            depth: Most levels of containers within.
+        """
+        kind = type(item)
+        if kind in _IMMUTABLE:
+            return item if self._has_room(_WORD) else SOLITARY
+        if isinstance(item, (str, bytes)):
+            return item if kind in _TEXT and self._has_room(len(item)) else SOLITARY
+        if isinstance(item, Tensor):
+            if kind is not Tensor or not _is_small(item) or not self._has_room(item.nbytes):
+                return SOLITARY
+            return item.clone() if self._is_new(item.untyped_storage().data_ptr()) else SOLITARY
+        if not depth or not self._is_new(id(item)):
+            return SOLITARY
+        copies: Iterable[object]
+        if isinstance(item, (tuple, list)) and kind in _LISTS and len(item) <= _FEW:
+            copies = [self.copy(each, depth - 1) for each in item]
+            return SOLITARY if any(each is SOLITARY for each in copies) else tuple(copies) if kind is tuple else copies
+        if isinstance(item, dict) and kind is dict and len(item) <= _FEW and _KEYS.issuperset(map(type, item)):
+            copies = [self.copy(each, depth - 1) for each in item.values()]
+            return SOLITARY if any(each is SOLITARY for each in copies) else dict(zip(item, copies, strict=True))
+        return SOLITARY
+
+    def _has_room(self, nbytes: int) -> bool:
+        self._left -= nbytes
+        return self._left >= 0
+
+    def _is_new(self, address: int) -> bool:
+        """Return whether this is found for the first time: parts that are one object, or share memory, arrive so."""
+        if address in self._found:
+            return False
+        self._found.add(address)
+        return True
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -409,8 +409,13 @@ class Receiver:
             is_open = not self._has_ended and self._error is None
             if not self._is_pulling:
                 self._streams.receivers.pop(self._number, None)
+            # A thread that waits for one of these polls the network, and looks for nothing else.
+            awaited = [self._flush, self._pull] if self._reader is not None and not self.is_async else []
         if is_open:
             self._tell_closed()
+        for future in awaited:
+            if future is not None:
+                future.cancel()
 
     def _tell_closed(self) -> None:
         worker, to = self.worker, self.peer
