@@ -26,7 +26,7 @@ MIB = 1 << 20
 PROGRAM = """
 import signal, sys, threading
 from telegrad import rpc
-sys.path.append(sys.argv[2])
+sys.path += sys.argv[2:]
 from process_helpers import hang
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
 rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=rpc.Options(init_method=sys.argv[1]))
@@ -135,8 +135,8 @@ def test_a_handler_of_sigterm_that_exits(does: str, tmp_path: Path) -> None:
     with actors(2, tmp_path, method="none") as (_, peer):
         where = f"file://{tmp_path}/store"
         joining = peer.begin(join, "w1", 1, 2, where, {})
-        helpers = str(Path(__file__).parents[1] / "failures")
-        command = [sys.executable, "-c", PROGRAM.replace("DOES", does), where, helpers]
+        tests = Path(__file__).parents[1]
+        command = [sys.executable, "-c", PROGRAM.replace("DOES", does), where, str(tests), str(tests / "failures")]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
             try:
                 joining.result()
