@@ -157,6 +157,55 @@ def test_coroutines_keep_the_modes_they_entered_and_no_others(callers: str) -> N
     assert rpc.rpc_sync("w1", state_in_coroutine) == [DEFAULT] * 2
 
 
+async def states_of_tasks() -> list[Any]:
+    async with asyncio.TaskGroup() as group:
+        made = group.create_task(state_in_coroutine())
+    gathered = await asyncio.gather(state_in_coroutine(), state_in_coroutine())
+    waited = await asyncio.wait_for(state_in_coroutine(), 10)
+    return [*made.result(), *gathered[0], *gathered[1], *waited]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tasks_of_coroutines_have_their_state(mode: str) -> None:
+    with MODES[mode][0]():
+        inside = state()
+        assert set(rpc.rpc_sync("w1", states_of_tasks)) == {inside}
+    assert set(rpc.rpc_sync("w1", states_of_tasks)) == {DEFAULT}
+
+
+async def modes_of_overlapping_tasks(mode: str, gate: Gate) -> list[Any]:
+    return await asyncio.gather(*[modes_across_awaits(mode, gate) for _ in range(2)])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_overlapping_tasks_end_with_them(mode: str) -> None:
+    gate = Gate()
+    future = rpc.rpc_async("w1", modes_of_overlapping_tasks, (mode, gate))
+    gate.wait_for(2)
+    assert set(rpc.rpc_sync("w1", states_of_tasks)) == {DEFAULT}
+    gate.open()
+    with MODES[mode][0]():
+        inside = state()
+    assert future.wait() == [[DEFAULT, inside, inside, DEFAULT]] * 2
+    assert set(rpc.rpc_sync("w1", states_of_tasks)) == {DEFAULT}
+
+
+def describe_task() -> str:
+    return repr(asyncio.current_task())
+
+
+async def named() -> str:
+    return describe_task()
+
+
+async def describes_its_task() -> str:
+    return await asyncio.create_task(named())
+
+
+def test_a_task_describes_its_coroutine() -> None:
+    assert "named()" in rpc.rpc_sync("w1", describes_its_task)
+
+
 def test_no_grad_records_no_graph_at_the_callee() -> None:
     x = torch.ones(2, requires_grad=True)
     assert rpc.rpc_sync("w1", has_graph, (x,))

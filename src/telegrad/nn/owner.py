@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from telegrad.autograd.consistency.saved_tensors import between_steps
 from telegrad.rref import RRef
 from telegrad.worker.calls.callables import callee_of
-from telegrad.worker.serving.event_loop import bind_torch_state
 
 __all__ = [
     "AttributeInfo",
@@ -64,7 +63,7 @@ def forward_on_device(module: RRef[nn.Module], device: str, keep: bool, args: ob
     forward = module.worker.handlers.exposure.method_of(module.local_value(), "__call__")
     result = forward(*moved(args, there), **moved(kwargs, there))
     if isinstance(result, CoroutineType):
-        return _moved_later(bind_torch_state(result), keep)
+        return _moved_later(result, keep)
     return result if keep else moved(result, _CPU)
 
 

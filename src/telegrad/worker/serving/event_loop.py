@@ -10,10 +10,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from contextvars import Context, copy_context
-from typing import Any, TypeVar, cast
+from typing import Any, Self, cast
 
 from telegrad.errors import Cancelled, NotInitialized, TelegradError
 from telegrad.worker import process_hooks
@@ -22,11 +22,9 @@ from telegrad.worker.calls.tracing import Recording, recording
 from telegrad.worker.scope import Autocast, Scope, caller_flags, caller_state, current
 from telegrad.worker.serving.torch_state import CoroutineTorchState
 
-__all__ = ["Deferred", "EventLoop", "bind_torch_state", "check_blocking"]
+__all__ = ["Deferred", "EventLoop", "check_blocking"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
-
-T = TypeVar("T")
 
 _this_thread = threading.local()  # .worker: name of the worker, in the threads of event loops
 
@@ -48,40 +46,52 @@ def check_blocking(
         raise TelegradError(f"{operation} would block the event loop of worker {worker!r}; use {instead}")
 
 
-class _StateSwapped:
-    """Awaits a coroutine and runs each of its steps in the coroutine's torch state."""
+class _StateSwapped(Coroutine[object, object, object]):
+    """Coroutine that runs each step of another one in that one's torch state."""
 
     def __init__(self, coroutine: Coroutine[object, object, object], state: CoroutineTorchState) -> None:
         self._coroutine = coroutine
         self._state = state
 
+    def send(self, value: object) -> object:
+        with self._state:
+            waits_for = self._coroutine.send(value)
+        return self._checked(waits_for)
+
+    def throw(self, *error: Any) -> object:
+        with self._state:
+            waits_for = self._coroutine.throw(*error)
+        return self._checked(waits_for)
+
+    def close(self) -> None:
+        with self._state:
+            self._coroutine.close()
+
+    def _checked(self, waits_for: object) -> object:
+        if process_hooks.forked:
+            process_hooks.leave_child(RuntimeError("a child that a coroutine has forked has no event loop to await on"))
+        return waits_for
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> object:
+        return self.send(None)
+
     def __await__(self) -> Generator[object, object, object]:
-        step: Callable[[Any], object] = self._coroutine.send
-        value: object = None
-        while True:
-            try:
-                with self._state:
-                    waits_for = step(value)
-            except StopIteration as e:
-                return e.value
-            if process_hooks.forked:
-                process_hooks.leave_child(
-                    RuntimeError("a child that a coroutine has forked has no event loop to await on")
-                )
-            try:
-                value = yield waits_for
-                step = self._coroutine.send
-            except BaseException as e:
-                value, step = e, self._coroutine.throw
+        return cast("Generator[object, object, object]", self)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._coroutine, name)  # name and frame, for the descriptions of tasks
 
 
-def bind_torch_state(coroutine: Coroutine[Any, Any, T]) -> Awaitable[T]:
-    """Return an awaitable that runs a coroutine in the calling thread's torch state.
+def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
+    """Make a task of a handler's coroutine; it runs in the torch state of the code that makes it.
 
-    For coroutines that run next to others within one request.
+    Torch's state is the thread's, which all coroutines of a worker share.
     """
     state = CoroutineTorchState(caller_flags(), caller_state(), current.get(), recording.get())
-    return cast("Awaitable[T]", _StateSwapped(coroutine, state))
+    return asyncio.Task(_StateSwapped(coroutine, state), loop=loop, **options)
 
 
 class _Job:
@@ -280,6 +290,7 @@ class EventLoop:
 
     def _start(self) -> asyncio.AbstractEventLoop:
         self._loop = loop = asyncio.new_event_loop()
+        loop.set_task_factory(_make_task)
         self._thread = threading.Thread(target=self._serve, args=(loop,), name=self._name, daemon=True)
         self._thread.start()
         return loop
@@ -291,7 +302,7 @@ class EventLoop:
             if not self._pending:  # `stop` has cancelled the coroutine
                 return
             job = self._pending.popleft()
-        job.task = task = asyncio.get_running_loop().create_task(job.run(), context=job.context)
+        job.task = task = asyncio.Task(job.run(), loop=asyncio.get_running_loop(), context=job.context)
         self._jobs[task] = job
         task.add_done_callback(self._ended)
 
@@ -315,7 +326,7 @@ class EventLoop:
         if self._abandoned:
             self._leave()
         else:
-            self._end_task = loop.create_task(end())  # the loop refers to tasks weakly
+            self._end_task = asyncio.Task(end(), loop=loop)  # the loop refers to tasks weakly
 
     def _leave(self) -> None:
         self._stopping = True
