@@ -11,8 +11,8 @@ import torch
 from cancellation_helpers import Log
 
 from telegrad import rpc
-from telegrad.errors import Cancelled, RpcTimeout
-from telegrad.testing import Cluster, Gate, Local, eventually
+from telegrad.errors import Cancelled, NotInitialized, RpcTimeout
+from telegrad.testing import Cluster, Gate, Local, cluster, eventually
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 
 pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
@@ -246,6 +246,36 @@ def test_an_interceptor_may_remove_the_timeout() -> None:
         assert future.wait() == 7
 
 
+def test_callbacks_of_a_result_that_never_comes_run_on_a_pool_thread(two: Cluster) -> None:
+    threads: list[threading.Thread] = []
+    done = threading.Event()
+
+    def note(future: Any) -> None:
+        assert future.failure() is not None
+        threads.append(threading.current_thread())
+        done.set()
+
+    with rpc.intercept(client=lambda *_: torch.futures.Future()):
+        future = rpc.rpc_async("w1", abs, (1,), timeout=0.01)
+    future.then(note)
+    with pytest.raises(RpcTimeout):
+        future.wait()
+    assert done.wait(10)
+    assert threads[0] in two[0]._worker.pool.threads()
+
+
+@pytest.mark.parametrize("timeout", [0, 60])
+def test_pending_calls_end_with_their_worker(timeout: float) -> None:
+    with cluster(2, graceful=False):
+        with rpc.intercept(client=delaying(60.0)):
+            futures = [rpc.rpc_async("w1", abs, (-1,), timeout=timeout)]
+        with rpc.intercept(client=lambda *_: torch.futures.Future()):
+            futures.append(rpc.rpc_async("w1", abs, (-1,), timeout=timeout))
+    for future in futures:
+        with pytest.raises(NotInitialized, match="abs on w1 was pending when this worker shut down"):
+            future.wait()
+
+
 # ---- delays
 
 
@@ -256,10 +286,10 @@ def delaying(seconds: float) -> Any:
 
 @pytest.mark.parametrize("interceptor", [None, *INTERCEPTORS])
 def test_a_delayed_call_is_canceled_before_it_is_sent(clean: Cluster, log: Log, interceptor: Any) -> None:
-    calls = clean[0]._worker.calls
     delayed: list[Any] = []
-    original = calls.delay
-    calls.delay = lambda _, send: delayed.append(send)
+    work = clean[0]._worker.calls.open_work
+    original = work.delay, work._submit
+    work.delay, work._submit = lambda _, send: delayed.append(send), lambda function, *arguments: function(*arguments)
     registrations = [rpc.intercept(client=each) for each in (interceptor, delaying(1.0)) if each]
     try:
         kept = rpc.RRef(torch.ones(2))  # a canceled request must release its references
@@ -269,7 +299,7 @@ def test_a_delayed_call_is_canceled_before_it_is_sent(clean: Cluster, log: Log, 
         for send in delayed:
             send()
     finally:
-        calls.delay = original
+        work.delay, work._submit = original
         for registration in registrations:
             registration.remove()
     assert log.lines == []
@@ -278,11 +308,12 @@ def test_a_delayed_call_is_canceled_before_it_is_sent(clean: Cluster, log: Log, 
 @pytest.fixture
 def later(clean: Cluster) -> Iterator[list[tuple[float, Any]]]:
     """Collect what worker 0 would run later, and the seconds until then."""
-    calls = clean[0]._worker.calls
-    original, found = calls.delay, []  # type: ignore[var-annotated]
-    calls.delay = lambda seconds, run: found.append((seconds, run))
+    work = clean[0]._worker.calls.open_work
+    original, found = (work.delay, work._submit), []  # type: ignore[var-annotated]
+    work.delay = lambda seconds, run: found.append((seconds, run))
+    work._submit = lambda function, *arguments: function(*arguments)
     yield found
-    calls.delay = original
+    work.delay, work._submit = original
 
 
 def test_a_delay_counts_towards_the_timeout(log: Log, later: list[tuple[float, Any]]) -> None:

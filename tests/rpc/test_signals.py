@@ -112,3 +112,58 @@ def test_references_in_an_abandoned_reply_are_released(raise_once: Any) -> None:
 def makes_a_reference(gate: Gate) -> Any:
     gate.enter()
     return rpc.RRef(5)
+
+
+@pytest.fixture
+def interrupted() -> Iterator[Callable[[Gate, Callable[[], object]], None]]:
+    """Return a function that runs another one, in which a signal raises Alarm once a handler has entered a gate."""
+
+    def on_signal(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGUSR1, on_signal)
+    senders: list[threading.Thread] = []
+
+    def send_when_entered(gate: Gate) -> None:
+        gate.wait_for()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def run(gate: Gate, function: Callable[[], object]) -> None:
+        senders.append(threading.Thread(target=send_when_entered, args=(gate,)))
+        senders[-1].start()
+        function()
+
+    yield run
+    for sender in senders:
+        sender.join()
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_map_raises_the_exception_of_a_signal_handler(interrupted: Any, ordered: bool) -> None:
+    gate = Gate()
+    with pytest.raises(Alarm):
+        interrupted(gate, lambda: list(rpc.map("w1", gate.enter, range(4), chunk=1, ordered=ordered)))
+    gate.open()
+
+
+def poll(gate: Gate) -> None:
+    gate.entered.release()
+    eventually(rpc.cancelled)
+    gate.entered.release()
+
+
+def through(call: rpc.InterceptedCall, proceed: rpc.Proceed) -> object:
+    return proceed(call)
+
+
+def with_then(call: rpc.InterceptedCall, proceed: rpc.Proceed) -> object:
+    return proceed(call).then(lambda done: done.value())
+
+
+@pytest.mark.parametrize("interceptor", [through, with_then])
+def test_an_interrupted_call_behind_interceptors_is_canceled(interrupted: Any, interceptor: Any) -> None:
+    gate = Gate()
+    with rpc.intercept(client=interceptor), pytest.raises(Alarm):
+        interrupted(gate, lambda: rpc.rpc_sync("w1", poll, (gate,), timeout=0))
+    gate.wait_for()  # the handler has seen the cancellation

@@ -30,6 +30,7 @@ from telegrad.worker.autograd_hooks import AutogradHooks, WorkerPlugins
 from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.messages import Messages
+from telegrad.worker.calls.pending_work import OpenWork
 from telegrad.worker.calls.retrying import Retries
 from telegrad.worker.closed import AnyEngine, AnyServer, ClosedEngine
 from telegrad.worker.diagnostics import signal_dump
@@ -184,7 +185,6 @@ class Worker(MemberChanges):
         self.callback_scope: Scope = Scope(self, 0, 1)
         self.server: AnyServer = make_server(self, self.callback_scope)
         self.handlers.update_recording()
-        self.calls.delay = self.timers.call_later
         self.shutdown: GracefulShutdown = GracefulShutdown(self)
         self.dispatcher: Dispatcher = Dispatcher(self)
         self.pool: ThreadPool = ThreadPool(
@@ -201,6 +201,7 @@ class Worker(MemberChanges):
         self.running: RunningHandlers = RunningHandlers(
             self.pool, self.loop, self.handlers.deferred_requests, self.find_request, self.members.name_of
         )
+        self.calls.open_work = OpenWork(self.timers.call_later, self.pool.submit)
         self.retries: Retries = Retries()
         self.remembered_runs: RememberedRuns = RememberedRuns(self.timers.call_later, options.retry_results_bytes)
         self.watchdog: Watchdog = Watchdog(
@@ -351,6 +352,7 @@ class Worker(MemberChanges):
         self.engine.stop(int(_STOP_LINGER * _SECOND))
         try:
             self.retries.close()
+            self.calls.open_work.close()
             self.remembered_runs.close()
             for close in self.on_close:
                 close()

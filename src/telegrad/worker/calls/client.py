@@ -31,12 +31,12 @@ from telegrad.types import WorkerInfo
 from telegrad.wire import Flag, LeftOut, Status, Tag
 from telegrad.worker.calls import interception, tracing
 from telegrad.worker.calls.callables import name_of
-from telegrad.worker.calls.delayed import Delay
 from telegrad.worker.calls.encoded import NO_METADATA, Request
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture, cancel_if_interrupted
 from telegrad.worker.calls.interception import CallForm, Creation, InterceptedRequest
 from telegrad.worker.calls.interceptors import PICKLER, Interceptors, active, switch
 from telegrad.worker.calls.messages import Messages
+from telegrad.worker.calls.pending_work import OpenWork
 from telegrad.worker.closed import AnyClient, AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state
 from telegrad.worker.unread_failures import CallSummary
@@ -95,7 +95,7 @@ class Calls:
         self.default_timeout: int = nanoseconds(default_timeout)  # the program may change it
         self.names: NameTable = NameTable()
         self.set_result: Callable[[torch.futures.Future[Any], object], None] = complete
-        self.delay: Delay | None = None
+        self.open_work: OpenWork  # the worker sets it
         self.fenced: str = ""  # why the group has gone on without the worker
         self.interceptors: Interceptors = Interceptors(self._on_change)  # of the program
         self.own_interceptors: Interceptors = Interceptors(self._on_change)  # of Telegrad
@@ -228,9 +228,9 @@ class Calls:
             return self.client.call_request(request)
         form = request.form
         future = self.future_of(form.peer, request.label, form.timeout)
-        future._read = True  # the caller gets a failure
-        interception.send(self, form, future)
-        return future.wait()
+        with cancel_if_interrupted(future):
+            interception.send(self, form, future)
+            return future.wait()
 
     def future_of(self, peer: int, label: object, timeout: int) -> CallFuture[Any]:
         """Return the future of a call that has not been sent.

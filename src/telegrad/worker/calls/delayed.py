@@ -1,6 +1,5 @@
 """Requests that are sent later, for interceptors that delay a call."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch.futures import Future
@@ -10,13 +9,10 @@ from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.encoded import Request
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.messages import Messages
-from telegrad.worker.calls.pending_work import PendingWork
+from telegrad.worker.calls.pending_work import OpenWork, PendingWork
 from telegrad.worker.closed import WorkerCalls
 
-__all__ = ["Delay", "send_later"]
-
-Delay = Callable[[float, Callable[[], object]], None]
-"""Runs a function after some seconds."""
+__all__ = ["send_later"]
 
 
 class Sender(WorkerCalls, Protocol):
@@ -27,12 +23,12 @@ class Sender(WorkerCalls, Protocol):
     def name_of(self, worker_id: int, /) -> str: ...
 
 
-def send_later(calls: Sender, delay: Delay, request: Request, future: CallFuture[Any], seconds: float) -> None:
+def send_later(calls: Sender, open_work: OpenWork, request: Request, future: CallFuture[Any], seconds: float) -> None:
     """Send a request after a delay, which counts towards its timeout.
 
     Args:
         calls: Calls of the sender.
-        delay: Runs a function later.
+        open_work: Pending work of the sender.
         request: The encoded request.
         future: Completed with the result. Canceling it before the request is sent undoes the encoding.
         seconds: The delay.
@@ -69,5 +65,6 @@ def send_later(calls: Sender, delay: Delay, request: Request, future: CallFuture
     inner._on_done(complete)
     if request.timeout:
         late = RpcTimeout(request.timeout / 1e9, call_text, "delayed")
-        delay(request.timeout / 1e9, lambda: work.end(late))
-    delay(seconds, send)
+        open_work.run_later(request.timeout / 1e9, work.end, late)
+    open_work.add(work)
+    open_work.run_later(seconds, send)

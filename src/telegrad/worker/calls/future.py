@@ -6,13 +6,14 @@ it fails and the program never retrieves the error, the log has a line.
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 
 from telegrad import _core
-from telegrad.errors import Cancelled, NotInitialized
+from telegrad.errors import Cancelled, NotInitialized, RemoteError
 from telegrad.serialize.tracebacks import clone_exception, drop_frames, strip_own_frames, text_of
 from telegrad.worker.calls import tracing
 from telegrad.worker.closed import WorkerCalls
@@ -20,7 +21,7 @@ from telegrad.worker.scope import current
 from telegrad.worker.serving.event_loop import check_blocking
 from telegrad.worker.unread_failures import CallSummary, Failure, describe_call
 
-__all__ = ["NO_DEVICES", "CallFuture", "Deferred", "awaitable_of"]
+__all__ = ["NO_DEVICES", "CallFuture", "Deferred", "awaitable_of", "cancel_if_interrupted"]
 
 NO_DEVICES: list[object] = []
 
@@ -64,6 +65,7 @@ class CallFuture(torch.futures.Future[T]):
     _has_callbacks = False  # callbacks of the program
     _parent_call = 0  # of a future that `then` returned: the call at the start of the chain, for `cancel`
     _cancel_work: Callable[[], bool] | None = None  # of a future, and of its children, whose work is not one call
+    _work: object = None  # this work, if it cannot be canceled
     _source: "CallFuture[Any] | None" = None  # the call that completes the future, for a thread that waits
     _on_late_reply: Callable[[], None] | None = None  # for a reply after the timeout that only Python enforces
 
@@ -138,7 +140,7 @@ class CallFuture(torch.futures.Future[T]):
             future.cancel()
             print(future.cancelled())  # True
         """
-        return isinstance(self.failure(), Cancelled)
+        return _is_cancellation(self.failure())
 
     def failure(self) -> BaseException | None:
         """Return the exception of a failed call, if any; does not count as retrieving it."""
@@ -217,7 +219,7 @@ class CallFuture(torch.futures.Future[T]):
 
     def _failed(self, error: BaseException) -> Failure:
         calls = getattr(self, "_calls", None) or self._parent_calls
-        read = self._read or isinstance(error, Cancelled)  # the program knows
+        read = self._read or _is_cancellation(error)  # the program knows
         return Failure(error, read, getattr(self, "_request", None), "read its future", calls)
 
     def _disregard(self) -> None:
@@ -239,6 +241,11 @@ class CallFuture(torch.futures.Future[T]):
             raise RuntimeError(f"{describe_call(getattr(self, '_request', None))} raised StopIteration") from e
         except Exception as error:
             raise strip_own_frames(error)
+
+
+def _is_cancellation(error: BaseException | None) -> bool:
+    """Return whether the program has canceled the call; its function may have raised Cancelled as well."""
+    return isinstance(error, Cancelled) and not isinstance(error, RemoteError)
 
 
 def _wait_in_loop(future: torch.futures.Future[Any]) -> Generator[Any, None, None]:
@@ -272,6 +279,17 @@ class _Awaitable(Awaitable[T]):
 def awaitable_of(future: torch.futures.Future[T]) -> Awaitable[T]:
     """Return an awaitable of any future; futures of torch itself have no ``await``."""
     return future if isinstance(future, CallFuture) else _Awaitable(future)
+
+
+@contextmanager
+def cancel_if_interrupted(future: CallFuture[Any]) -> Iterator[None]:
+    """Start and wait for a call in this block; an exception before its end cancels the call."""
+    future._read = True  # the caller gets a failure
+    try:
+        yield
+    finally:
+        if not future.done():
+            future.cancel()
 
 
 def bind_scope(callback: Callable[[A], S]) -> Callable[[A], S]:

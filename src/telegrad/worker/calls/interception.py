@@ -9,7 +9,7 @@ from torch.futures import Future
 from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.timeouts import nanoseconds
 from telegrad.worker.autograd_hooks import AutogradContext
-from telegrad.worker.calls.delayed import Delay, send_later
+from telegrad.worker.calls.delayed import send_later
 from telegrad.worker.calls.encoded import Request
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import (
@@ -25,7 +25,7 @@ from telegrad.worker.calls.interceptors import (
     succeeded,
 )
 from telegrad.worker.calls.messages import Messages
-from telegrad.worker.calls.pending_work import PendingWork
+from telegrad.worker.calls.pending_work import OpenWork, PendingWork
 from telegrad.worker.calls.tracing import TraceContext
 from telegrad.worker.closed import WorkerCalls
 from telegrad.worker.scope import current, remaining
@@ -84,7 +84,7 @@ class Sender(WorkerCalls, Protocol):
     messages: Messages
     interceptors: Interceptors
     own_interceptors: Interceptors
-    delay: Delay | None
+    open_work: OpenWork
 
     def name_of(self, worker_id: int, /) -> str: ...
     def find_name(self, function: object, /) -> tuple[int, bytes] | None: ...
@@ -173,8 +173,8 @@ def send_message(calls: Sender, kind: str, peer: int, send: Callable[[], object]
     """
 
     def start(call: InterceptedCall) -> CallFuture[Any]:
-        if call.delay and calls.delay is not None:
-            calls.delay(call.delay, send)
+        if call.delay:
+            calls.open_work.delay(call.delay, send)
         else:
             send()
         return succeeded(None)
@@ -236,17 +236,19 @@ class _Chain:
         return last if result is last or (call and result._parent_call == call) else None
 
     def limit(self, work: PendingWork) -> None:
-        """Complete the call with RpcTimeout at the end of its timeout.
+        """Complete the call with RpcTimeout at the end of its timeout, or when the worker closes.
 
         For results that the timeouts of calls do not limit. An interceptor may have changed the timeout.
         """
+        open_work = self._calls.open_work
+        open_work.add(work)
         timeouts = self._timeouts or [self._form.timeout]
-        if 0 in timeouts or self._calls.delay is None:
+        if 0 in timeouts:
             return
         seconds = max(timeouts) / 1e9
         remedy = "Complete the future that the interceptor returned, or return that of `proceed`."
         late = RpcTimeout(seconds, self.text, "intercepted", remedy)
-        self._calls.delay(seconds, lambda: work.end(late))
+        open_work.run_later(seconds, work.end, late)
 
     def _resolve(self, call: InterceptedCall, proceed: Proceed, /) -> object:
         """Apply the changes of the program's interceptors; Telegrad's interceptors follow."""
@@ -268,8 +270,8 @@ class _Chain:
         request = calls.encode(call.form, call.trace)
         future = calls.future_of(request.peer, request.label, request.timeout)
         future._read = True  # the program's future logs a failure
-        if call.delay > 0 and calls.delay is not None:
-            send_later(calls, calls.delay, request, future, call.delay)
+        if call.delay > 0:
+            send_later(calls, calls.open_work, request, future, call.delay)
         else:
             calls.send(request, future)
         self.sent.append(future)

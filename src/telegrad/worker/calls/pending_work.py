@@ -4,16 +4,23 @@ It is a chain of interceptors, or a delayed call.
 """
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.futures import Future
 
-from telegrad.errors import Cancelled
+from telegrad.errors import Cancelled, NotInitialized
 from telegrad.worker.calls.future import CallFuture
 
-__all__ = ["PendingWork"]
+__all__ = ["Delay", "OpenWork", "PendingWork", "Submit"]
+
+Delay = Callable[[float, Callable[[], object]], None]
+"""Runs a function after some seconds, on a thread that runs no code of the program."""
+
+Submit = Callable[..., None]
+"""Runs a function with its arguments on a pool thread."""
 
 _add_done_callback = torch._C.Future.add_done_callback  # bypasses the count of the program's callbacks
 
@@ -37,6 +44,8 @@ class PendingWork:
         self._lock = threading.Lock()
         if is_cancelable:
             future._cancel_work = self.cancel
+        else:
+            future._work = self
 
     def add(self, cancel: Callable[[], object]) -> None:
         """Add a part of the work; cancel it at once if the work has ended early.
@@ -84,6 +93,10 @@ class PendingWork:
             future.set_exception(error)
         return True
 
+    def close(self) -> None:
+        """End the work because its worker has closed."""
+        self.end(NotInitialized(f"{NotInitialized.CALL} ({self.call} was pending when this worker shut down.)"))
+
     def succeed(self, value: object) -> bool:
         """Complete the future with a value; False if it has been completed."""
         future = self._take()
@@ -129,3 +142,38 @@ class PendingWork:
         if future is not None:
             future._source = None
         return future
+
+
+class OpenWork:
+    """Pending work of one worker that only a timer, or the end of the worker, may end.
+
+    Args:
+        delay: Runs a function later.
+        submit: Runs a function on a pool thread: completing a future runs callbacks of the program.
+    """
+
+    def __init__(self, delay: Delay, submit: Submit) -> None:
+        self.delay: Delay = delay
+        self._submit = submit
+        self._work: weakref.WeakSet[PendingWork] = weakref.WeakSet()  # its future, or a timer, keeps it
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def add(self, work: PendingWork) -> None:
+        """Add work, which the end of the worker ends."""
+        with self._lock:
+            if not self._is_closed:
+                self._work.add(work)
+                return
+        work.close()
+
+    def run_later(self, seconds: float, function: Callable[..., object], *arguments: object) -> None:
+        """Run a function on a pool thread after a delay; never after `close`."""
+        self.delay(seconds, lambda: self._submit(function, *arguments))
+
+    def close(self) -> None:
+        """End all work: the worker has closed, and its timers end."""
+        with self._lock:
+            self._is_closed, work = True, list(self._work)
+        for each in work:
+            each.close()

@@ -14,7 +14,7 @@ from telegrad.worker.calls.retry_policy import Retry, require_retry
 from telegrad.worker.scope import Scope, caller_flags, caller_state, current, handler_state, remaining
 from telegrad.worker.serving.once import run_once
 
-__all__ = ["Retries", "start_retrying", "wait_or_cancel"]
+__all__ = ["Retries", "start_retrying"]
 
 _WINDOW = 300.0  # s after its end, and before the next attempt, for which the callee keeps a result
 
@@ -46,7 +46,7 @@ class Retries:
     def close(self) -> None:
         """End all calls: the worker has closed, and its timers end."""
         for call in self._calls.copy().values():
-            call.work.end(call.closed_error())
+            call.work.close()
 
 
 class RetryingCall:
@@ -134,10 +134,6 @@ class RetryingCall:
         """Return a text for people."""
         return f"{self.text} (attempt {self._attempt} of {self._retry.attempts})"
 
-    def closed_error(self) -> NotInitialized:
-        """Return the error of a call of a worker that closes."""
-        return NotInitialized(f"{NotInitialized.CALL} ({self.text} was pending when this worker shut down.)")
-
     # ---- attempts
 
     def _send(self) -> None:
@@ -211,7 +207,8 @@ class RetryingCall:
         if isinstance(error, RpcTimeout) and not isinstance(error, RemoteError):
             error = RpcTimeout(self._timeout / 1e9, self.text, error.state)
         elif isinstance(error, NotInitialized) and not isinstance(error, RemoteError):
-            error = self.closed_error()  # the attempt's own error names `run_once`
+            self.work.close()  # the attempt's own error names `run_once`
+            return
         elif self._attempt > 1:
             error.add_note(f"in attempt {self._attempt} of {self._retry.attempts} of {self.text}")
         self.work.fail(error)
@@ -241,13 +238,3 @@ def start_retrying(
     """
     require_retry(retry)
     return RetryingCall(worker, to, function, args, kwargs, worker.calls.timeout(timeout), retry, once).start(pause)
-
-
-def wait_or_cancel(future: CallFuture[Any]) -> Any:
-    """Wait for a future; cancel its call if the wait is interrupted."""
-    future._read = True  # the caller gets a failure
-    try:
-        return future.wait()
-    finally:
-        if not future.done():
-            future.cancel()

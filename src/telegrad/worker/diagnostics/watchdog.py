@@ -2,7 +2,7 @@
 
 import logging
 
-from telegrad.worker.calls.delayed import Delay
+from telegrad.worker.calls.pending_work import Delay
 from telegrad.worker.diagnostics.running import RunningHandlers, RunningRequest
 
 __all__ = ["Watchdog"]

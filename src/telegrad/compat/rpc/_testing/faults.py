@@ -99,7 +99,7 @@ class Faults:
         kind = str(message.function)
         if self.loses(kind, False, attempt):
             again = partial(self._send, message, proceed, attempt + 1)
-            message.calls.delay(_FIRST_RESEND * 2**attempt, again)
+            message.calls.open_work.delay(_FIRST_RESEND * 2**attempt, again)
         else:
             proceed(dataclasses.replace(message, delay=self.delay_of(kind, False)))
 
