@@ -12,9 +12,11 @@ from torch import Tensor, nn, optim
 
 import telegrad.optim
 from telegrad import autograd, rpc
+from telegrad.errors import WorkerLost
 from telegrad.optim import DistributedOptimizer
+from telegrad.optim.local import LocalOptimizer
 from telegrad.rpc import RRef
-from telegrad.testing import Cluster, assert_quiescent, cluster, eventually
+from telegrad.testing import Cluster, Gate, assert_quiescent, cluster, eventually
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +235,115 @@ def test_a_lost_owner_is_named() -> None:
         group.workers.pop().shutdown(graceful=False)
         with autograd.context() as context_id, pytest.raises(RuntimeError, match="worker w2 is lost"):
             optimizer.step(context_id)
+
+
+# ---- a group that cannot be added
+
+
+gates: list[Gate] = []
+"""The gate of the running test, at which `WaitsToAdd` waits."""
+
+
+class WaitsToAdd(optim.SGD):
+    """Optimizer that waits at a gate on w1, if there is one, before it adds a group."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if gates and rpc.get_worker_info().name == "w1":
+            gates[0].enter()
+        super().add_param_group(param_group)
+
+
+def rates_at(part: RRef[LocalOptimizer]) -> list[float]:
+    return [group["lr"] for group in part.local_value().optimizer.param_groups]
+
+
+def rates(optimizer: DistributedOptimizer) -> list[list[float]]:
+    """Return the learning rates that each owner has."""
+    return [rpc.rpc_sync(part.owner(), rates_at, (part,)) for part in optimizer.remote_optimizers]
+
+
+def not_a_leaf() -> Tensor:
+    return torch.ones(2, 2, requires_grad=True) * 2
+
+
+@pytest.mark.usefixtures("w")
+def test_a_group_that_one_owner_refuses_is_added_by_none() -> None:
+    of, more = layers("w0", "w1", "w2"), layers("w0", "w1", "w2")
+    optimizer = DistributedOptimizer(optim.SGD, weights(of), lr=0.5, momentum=0.9)
+    bad = {"params": [*weights(more[::2]), rpc.remote("w1", not_a_leaf)], "lr": 5.0}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor") as caught:
+            optimizer.add_param_group(bad)
+        assert not getattr(caught.value, "__notes__", [])
+    assert len(optimizer.param_groups) == 1
+    assert rates(optimizer) == [[0.5]] * 3
+    for layer in more:
+        rpc.rpc_sync(layer.owner(), with_grad, (layer,))
+    optimizer.step()
+    assert all(torch.equal(layer.rpc_sync().get(), torch.full((2, 2), n + 1.0)) for n, layer in enumerate(more))
+    optimizer.add_param_group({"params": weights(more), "lr": 5.0})  # the owners have none of them
+    optimizer.param_groups[1]["lr"] = 0.25
+    optimizer.step()
+    assert rates(optimizer) == [[0.5, 0.25]] * 3
+    assert all(torch.equal(layer.rpc_sync().get(), torch.full((2, 2), n - 1.25)) for n, layer in enumerate(more))
+    assert [group["params"] for group in optimizer.state_dict()["param_groups"]] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_an_owner_that_adds_a_group_too_late_removes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, undo = Gate(), LocalOptimizer.undo_add
+    undone: list[str] = []
+
+    def open_and_undo(self: LocalOptimizer, *args: Any) -> None:
+        gate.open()  # the owner is still adding the group
+        undo(self, *args)
+        undone.append(rpc.get_worker_info().name)
+
+    with cluster(3, rpc.Options(rpc_timeout=2)):
+        of = layers("w1", "w2")
+        optimizer = DistributedOptimizer(WaitsToAdd, weights(of), lr=0.5)
+        group = {"params": weights(layers("w1", "w2")), "lr": 5.0}
+        monkeypatch.setitem(globals(), "gates", [gate])
+        monkeypatch.setattr(LocalOptimizer, "undo_add", open_and_undo)
+        with pytest.raises(TimeoutError):
+            optimizer.add_param_group(group)
+        assert sorted(undone) == ["w1", "w2"]
+        assert rates(optimizer) == [[0.5], [0.5]]
+        optimizer.add_param_group(group)
+        assert rates(optimizer) == [[0.5, 5.0], [0.5, 5.0]]
+        del of, group, optimizer
+
+
+@pytest.mark.usefixtures("w")
+def test_an_optimizer_whose_owner_keeps_a_failed_group_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("no undo")
+
+    optimizer = DistributedOptimizer(optim.SGD, weights(layers("w1", "w2")), lr=0.5)
+    state = optimizer.state_dict()
+    bad: dict[str, Any] = {"params": [rpc.remote("w1", not_a_leaf)]}
+    monkeypatch.setattr(LocalOptimizer, "undo_add", fail)
+    with pytest.raises(ValueError, match="non-leaf") as caught:
+        optimizer.add_param_group(bad)
+    text = "can no longer be used: add_param_group failed, and removing the group again from worker w1 failed"
+    assert text in caught.value.__notes__[0]
+    uses: list[Any] = [optimizer.step, optimizer.zero_grad, optimizer.state_dict]
+    uses += [lambda: optimizer.load_state_dict(state), lambda: optimizer.add_param_group(bad)]
+    uses += [lambda: optimizer.step(uses.clear), lambda: rpc.rpc_sync("w2", DistributedOptimizer.step, (optimizer,))]
+    for use in uses:
+        with pytest.raises(RuntimeError, match=text):
+            use()
+
+
+def test_a_group_with_a_lost_owner_is_removed_from_the_others() -> None:
+    with cluster(3, graceful=False) as group:
+        optimizer = DistributedOptimizer(optim.SGD, weights(layers("w1", "w2")), lr=0.5)
+        more = weights(layers("w1", "w2"))
+        group.workers.pop().shutdown(graceful=False)
+        with pytest.raises(WorkerLost, match="worker w2") as caught:
+            optimizer.add_param_group({"params": more, "lr": 5.0})
+        assert not getattr(caught.value, "__notes__", [])
+        optimizer.add_param_group({"params": more[:1], "lr": 0.25})
+        assert rpc.rpc_sync("w1", rates_at, (optimizer.remote_optimizers[0],)) == [0.5, 0.25]
 
 
 # ---- what is left

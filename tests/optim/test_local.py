@@ -292,6 +292,51 @@ def test_invalid_parameters(worker: OneWorker) -> None:
     assert torch.equal(halves[1], -torch.ones(2))
 
 
+class FailsToAdd(Plain):
+    """Optimizer that fails after it has added a second group."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if len(self.param_groups) > 1:
+            raise ValueError("too late")
+
+
+def test_a_group_that_cannot_be_added_is_removed(worker: OneWorker, parameters: list[nn.Parameter]) -> None:
+    mine = local(worker, parameters[:1], FailsToAdd)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="too late"):
+            mine.add_group(({}, parameters[1:], None))
+    assert len(mine.optimizer.param_groups) == 1
+    assert mine.parameters == parameters[:1]
+    before = parameters[1].detach().clone()
+    mine.step(1, ones(parameters))
+    assert torch.equal(parameters[1], before)
+
+
+def test_a_group_is_removed_whenever_its_attempt_arrives(worker: OneWorker, parameters: list[nn.Parameter]) -> None:
+    mine = local(worker, parameters[:1], optim.Adam, lr=0.1)
+    for early in (True, False):
+        if early:
+            mine.undo_add("a")
+            with pytest.raises(RuntimeError, match="has failed on another worker, and was undone"):
+                mine.add_group(({"lr": 5.0}, parameters[1:], None), "a")
+        else:
+            mine.add_group(({"lr": 5.0}, parameters[1:], None), "a")
+            mine.step(1, ones(parameters))
+            assert len(mine.optimizer.state) == 3
+            mine.undo_add("a")
+            mine.undo_add("a")
+        assert [group["lr"] for group in mine.optimizer.param_groups] == [0.1]
+        assert len(mine.optimizer.state) == (0 if early else 1)
+        before = parameters[1].detach().clone()
+        mine.step(1, ones(parameters))
+        assert torch.equal(parameters[1], before)
+        mine.optimizer.state.clear()
+    mine.add_group(({"lr": 5.0}, parameters[1:], None), "b")
+    mine.undo_add("a")  # another attempt's group stays
+    assert [group["lr"] for group in mine.optimizer.param_groups] == [0.1, 5.0]
+
+
 def test_attributes_of_parameters_can_be_read(worker: OneWorker) -> None:
     seen = []
 

@@ -10,7 +10,7 @@ from telegrad.optim.owner import require_worker
 from telegrad.worker import Worker
 from telegrad.worker.scope import outside_contexts
 
-__all__ = ["Request", "ask"]
+__all__ = ["Request", "ask", "failures_of"]
 
 Request = tuple[Callable[..., Any], tuple[object, ...]]
 """A function and its arguments."""
@@ -41,6 +41,32 @@ def ask(what: str, requests: Mapping[int, Request]) -> list[Any]:
             futures.append((owner, _Done(worker, owner, *requests[owner])))
         results = dict(zip(ordered, _all_results(worker, what, futures), strict=True))
     return [results[owner] for owner in requests]
+
+
+def failures_of(requests: Mapping[int, Request]) -> dict[int, Exception]:
+    """Call a function on each owner at the same time; return the errors by owner.
+
+    Args:
+        requests: by id of the owner.
+    """
+    worker = require_worker()
+    futures: dict[int, Any] = {}
+    failures: dict[int, Exception] = {}
+    with outside_contexts(), torch.no_grad():
+        for owner in sorted(requests, key=lambda owner: owner == worker.info.id):  # see `ask`
+            try:
+                if owner == worker.info.id:
+                    futures[owner] = _Done(worker, owner, *requests[owner])
+                else:
+                    futures[owner] = worker.rpc_async(owner, *requests[owner])
+            except Exception as e:
+                failures[owner] = e
+        for owner, future in futures.items():
+            try:
+                future.wait()
+            except Exception as e:
+                failures[owner] = e
+    return failures
 
 
 class _Done:

@@ -3,13 +3,15 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from telegrad.autograd.api import _is_valid_context
+from telegrad.errors import RemoteError, UnknownWorker, WorkerLost
 from telegrad.optim import owner as on_owner
-from telegrad.optim.ask import Request, ask
+from telegrad.optim.ask import Request, ask, failures_of
 from telegrad.optim.groups import Part, part_of, read_group, read_groups
 from telegrad.optim.local import LocalOptimizer
 from telegrad.optim.owner import RemoteGroup, require_worker, step_of
@@ -73,6 +75,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer_class: Callable[..., torch.optim.Optimizer] = optimizer_class
         self._arguments = args, kwargs
         self._parts: dict[int, Part] = {}  # by owner
+        self._unusable = ""  # the reason why the owners' groups are unknown
         # Not the constructor of torch's class: it takes tensors.
         self.__setstate__({"defaults": {}, "state": defaultdict(dict), "param_groups": []})
         self.defaults: dict[str, Any] = {}  # without what torch adds for states of old versions
@@ -86,6 +89,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, for example of layers that begin to train.
 
+        After an error the optimizer is unchanged, and may be used further. If an owner that is not lost cannot be made
+        to remove its part of the group, a note of the error says so, and all further uses raise `RuntimeError`.
+
         Args:
             param_group: a dict with references, or pairs of names and references, as "params", and with options.
 
@@ -96,7 +102,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._add_groups([read_group(param_group)], True)
 
     def _add_groups(self, groups: Sequence[RemoteGroup], grouped: bool) -> None:
+        self._check_usable()
         worker, (args, kwargs) = require_worker(), self._arguments
+        attempt = uuid4().hex
         kind = worker.calls.name_or_function(self.optimizer_class)
         before, first = len(self.param_groups), self._count
         firsts = [first + sum(len(rrefs) for _, rrefs, _ in groups[:number]) for number in range(len(groups))]
@@ -107,13 +115,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             theirs = [part for _, (part, _) in mine[one]]
             known = self._parts.get(one)
             if known is not None:
-                return on_owner.add_group, (*known.rref.id, theirs[0])
+                return on_owner.add_group, (*known.rref.id, theirs[0], attempt)
             if one == worker.info.id:
                 return on_owner.create_part, (self.optimizer_class, theirs, grouped, args, kwargs)
             return on_owner.make_local_optimizer, (kind, theirs, grouped, args, kwargs)
 
         name = getattr(self.optimizer_class, "__name__", self.optimizer_class)
-        replies = ask(f"{name} could not be made", {one: request(one) for one in owners})
+        requests = {one: request(one) for one in owners}
+        try:
+            replies = ask(f"{name} could not be made", requests)
+        except BaseException as error:
+            if known := [one for one in owners if one in self._parts]:
+                self._undo_add(attempt, known)
+            if self._unusable:
+                error.add_note(self._unusable)
+            raise
         found: list[dict[str, Any]] = [{} for _ in groups]
         for one, reply in zip(owners, replies, strict=True):
             if one not in self._parts:
@@ -128,6 +144,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for (options, rrefs, names), of_group in zip(groups, found, strict=True):
             named = {} if names is None else {"param_names": names}
             self.param_groups.append({"params": rrefs, **self.defaults, **options, **of_group, **named})
+
+    def _undo_add(self, attempt: str, owners: Sequence[int]) -> None:
+        """Remove the group of a failed attempt from the owners that may have added it."""
+        members = require_worker().members
+        self._unusable = _unusable_because([members.name_of(one) for one in owners], "was interrupted")
+        failures = failures_of({one: (on_owner.undo_add, (*self._parts[one].rref.id, attempt)) for one in owners})
+        failed = {members.name_of(one): error for one, error in failures.items() if not _is_loss(error)}
+        why = "; ".join(f"{type(error).__name__}: {error}" for error in failed.values())
+        self._unusable = _unusable_because(list(failed), f"failed ({why})") if failed else ""
+
+    def _check_usable(self) -> None:
+        if self._unusable:
+            raise RuntimeError(self._unusable)
 
     @property
     def _count(self) -> int:
@@ -153,6 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             errors of the optimizers; those of several owners as one `ExceptionGroup` that is of all their types. The
                 other owners have stepped.
         """
+        self._check_usable()
         if callable(context_id):
             context_id, closure = None, context_id
         if context_id is not None:
@@ -269,6 +299,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 none of the parameters.
             RuntimeError: an owner is lost.
         """
+        self._check_usable()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, dict(state_dict)) or state_dict
         worker = require_worker()
@@ -320,13 +351,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is sent with the optimizer in a call: not its hooks."""
-        names = ("defaults", "param_groups", "optimizer_class", "_arguments", "_parts")
+        names = ("defaults", "param_groups", "optimizer_class", "_arguments", "_parts", "_unusable")
         return {"state": defaultdict(dict), **{name: self.__dict__[name] for name in names}}
 
     # ---- calls of owners
 
     def _ask_parts(self, what: str, function: Callable[..., Any], *arguments: object) -> list[Any]:
         """Call a function on all owners with their part's reference; see `ask`."""
+        self._check_usable()
         return ask(what, {one: (function, (*part.rref.id, *arguments)) for one, part in self._parts.items()})
 
     def _ask_with_changes(
@@ -336,6 +368,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         See `ask`.
         """
+        self._check_usable()
         changes = {one: part.changes(self.param_groups) for one, part in parts.items()}
         requests: dict[int, Request] = {}
         for one, part in parts.items():
@@ -351,3 +384,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for one, part in parts.items():
             part.mark_changes_sent(changes[one])
         return results
+
+
+def _is_loss(error: Exception) -> bool:
+    """Return whether an owner is lost: each further call of the owner reports that."""
+    return isinstance(error, (WorkerLost, UnknownWorker)) and not isinstance(error, RemoteError)
+
+
+def _unusable_because(owners: Sequence[str], why: str) -> str:
+    """Return the error text of an optimizer whose owners may have a failed group."""
+    return (
+        f"this optimizer can no longer be used: add_param_group failed, and removing the group again from worker"
+        f" {', '.join(owners)} {why}. Create another optimizer of the same parameters, and load the last state."
+    )

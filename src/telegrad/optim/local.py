@@ -67,6 +67,8 @@ class LocalOptimizer:
         self.parameters: list[Tensor] = [parameter for _, members, _ in groups for parameter in members]
         _check(self.parameters)
         self._worker = worker
+        self._last_add: tuple[str, int, list[Tensor]] = "", 0, []  # attempt; groups and parameters before it
+        self._undone: set[str] = set()  # attempts that were undone before they arrived
         self._shadow_of: dict[int, Tensor] = {id(parameter): _shadow(parameter) for parameter in self.parameters}
         given: list[object] = []
         for group in groups:
@@ -90,25 +92,64 @@ class LocalOptimizer:
         self._shadows: list[Tensor] = [self._shadow_of[id(parameter)] for parameter in unique]
         self._vacant = [torch.empty(0, dtype=p.dtype, device=p.device) for p in unique]
 
-    def add_group(self, group: Group) -> None:
-        """Add a parameter group.
+    def add_group(self, group: Group, attempt: str = "") -> None:
+        """Add a parameter group. After an error there is no such group.
+
+        Args:
+            group: the group.
+            attempt: a unique text, for `undo_add`.
 
         Raises:
             ValueError: one of its parameters is not a leaf, shares memory with another, or is in a group already.
+            RuntimeError: the attempt has been undone.
+            errors of the optimizer.
         """
         members = group[1]
-        _check([*self.parameters, *members])
         with self.exclusive():
-            shadows = {id(parameter): _shadow(parameter) for parameter in members}
-            self._shadow_of = {**shadows, **self._shadow_of}
+            if attempt in self._undone:
+                self._undone.remove(attempt)
+                raise RuntimeError("adding this parameter group has failed on another worker, and was undone")
+            self._last_add = attempt, len(self.optimizer.param_groups), self.parameters
             try:
+                _check([*self.parameters, *members])
+                shadows = {id(parameter): _shadow(parameter) for parameter in members}
+                self._shadow_of = {**shadows, **self._shadow_of}
                 self.optimizer.add_param_group(self._given(group))
+                self.parameters = [*self.parameters, *members]
+                self._manage()
+                self._vacate()
             except BaseException:
-                self._shadow_of = {id(parameter): self._shadow_of[id(parameter)] for parameter in self.parameters}
+                self._remove_last()
                 raise
-            self.parameters = [*self.parameters, *members]
-            self._manage()
-            self._vacate()
+
+    def undo_add(self, attempt: str, timeout: float = -1.0) -> None:
+        """Remove the group that an attempt has added, or will add if it arrives later.
+
+        May be called again, and if the attempt has failed.
+
+        Args:
+            attempt: see `add_group`.
+            timeout: seconds to wait for steps of other optimizers; -1 is no limit.
+
+        Raises:
+            TimeoutError: another optimizer is still stepping one of the parameters.
+        """
+        with self.exclusive(timeout):
+            if self._last_add[0] == attempt:
+                self._remove_last()
+            else:
+                self._undone.add(attempt)
+
+    def _remove_last(self) -> None:
+        """Restore the groups from before the last attempt to add one."""
+        _, count, self.parameters = self._last_add
+        del self.optimizer.param_groups[count:]
+        before = self._shadow_of
+        self._shadow_of = {id(parameter): before[id(parameter)] for parameter in self.parameters}
+        for key in before.keys() - self._shadow_of.keys():
+            self.optimizer.state.pop(before[key], None)
+        self._manage()
+        self._vacate()
 
     @property
     def optim(self) -> torch.optim.Optimizer:

@@ -36,6 +36,7 @@ __all__ = [
     "scale_references",
     "state_of",
     "step_of",
+    "undo_add",
     "unscale",
     "zero_grad",
 ]
@@ -106,14 +107,20 @@ def create_part(
     return RRef(local), _description(local, 0)
 
 
-def add_group(created_on: int, local_id: int, group: RemoteGroup) -> Made:
-    """Add a group to a part."""
+def add_group(created_on: int, local_id: int, group: RemoteGroup, attempt: str) -> Made:
+    """Add a group to a part; see `LocalOptimizer.add_group`."""
     local, _ = _part(created_on, local_id)
     options, rrefs, names = group
     count = len(local.parameters)
-    local.add_group((options, [rref.local_value() for rref in rrefs], names))
+    local.add_group((options, [rref.local_value() for rref in rrefs], names), attempt)
     defaults, options_of_groups, shapes = _description(local, count)
     return defaults, options_of_groups[-1:], shapes
+
+
+def undo_add(created_on: int, local_id: int, attempt: str) -> None:
+    """Remove a group from a part; see `LocalOptimizer.undo_add`."""
+    local, timeout = _part(created_on, local_id)
+    local.undo_add(attempt, timeout)
 
 
 def _description(local: LocalOptimizer, first: int) -> Made:

@@ -56,6 +56,7 @@ OWN_FUNCTIONS: Final[dict[str, str]] = {
     # optimizers
     f"{_OPTIMIZER}:make_local_optimizer": "checks the class",
     f"{_OPTIMIZER}:add_group": _PART,
+    f"{_OPTIMIZER}:undo_add": _PART,
     f"{_OPTIMIZER}:step_of": _PART,
     f"{_OPTIMIZER}:zero_grad": _PART,
     f"{_OPTIMIZER}:accumulate": _PART,
