@@ -9,6 +9,7 @@ from model_helpers import Local, Spread, assert_equal
 from torch import optim
 from torch.optim import lr_scheduler
 
+from telegrad import rpc
 from telegrad.optim import DistributedOptimizer
 from telegrad.testing import Cluster, assert_quiescent, cluster
 
@@ -151,6 +152,35 @@ def test_hooks_of_the_state() -> None:
 
 
 # ---- what goes wrong
+
+
+class FailsToLoad(optim.SGD):
+    """Optimizer that fails on w1 after it has loaded a state."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        if rpc.get_worker_info().name == "w1":
+            raise OSError("disk")
+
+
+@pytest.mark.parametrize("owner", [None, "w1"])
+def test_options_are_those_of_the_program_after_a_failure(owner: str | None) -> None:
+    """The owners have loaded others."""
+    optimizer = DistributedOptimizer(FailsToLoad, Spread(("w1", "w2")).groups(), lr=0.1)
+    state = optimizer.state_dict(owner)
+    for group in state["param_groups"]:
+        group.update(lr=7.0, momentum=0.5)
+    with pytest.raises(OSError, match="disk"):
+        optimizer.load_state_dict(state, owner)
+    expected = [(0.05, 0), (0.1, 0)]
+    assert [(group["lr"], group["momentum"]) for group in optimizer.param_groups] == expected
+    optimizer.step()
+    for part in optimizer.remote_optimizers:
+        assert rpc.rpc_sync(part.owner(), options_at, (part,)) == expected
+
+
+def options_at(part: Any) -> list[tuple[float, float]]:
+    return [(group["lr"], group["momentum"]) for group in part.local_value().optimizer.param_groups]
 
 
 def test_a_state_of_other_groups() -> None:

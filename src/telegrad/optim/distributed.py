@@ -288,7 +288,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any], owner: str | int | WorkerInfo | None = None) -> None:
         """Load a state that `state_dict` or an ordinary optimizer has returned.
 
-        The options of the groups are loaded as well. The state is checked before any owner loads a part of it.
+        The options of the groups are loaded as well. The state is checked before any owner loads a part of it. If an
+        owner fails nevertheless, others may have loaded their part; the next step has the options in `param_groups`.
 
         Args:
             state_dict: the whole state, or one part's.
@@ -298,6 +299,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ValueError: the state has other groups, or tensors of other shapes than the parameters; or the worker owns
                 none of the parameters.
             RuntimeError: an owner is lost.
+            errors of the owners' optimizers; those of several owners as one `ExceptionGroup`.
         """
         self._check_usable()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -314,7 +316,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for one, part in parts.items():
             check_shapes(self.optimizer_class, part, theirs[one], worker.members.name_of(one), self._name_of)
         requests = {one: (on_owner.load_state, (*part.rref.id, theirs[one])) for one, part in parts.items()}
-        for part, options in zip(parts.values(), ask("the state could not be loaded", requests), strict=True):
+        try:
+            replies = ask("the state could not be loaded", requests)
+        except BaseException:
+            # An owner may have loaded the options of the state before its error, or that of another owner.
+            for part in parts.values():
+                part.mark_options_unknown()
+            raise
+        for part, options in zip(parts.values(), replies, strict=True):
             part.mark_sent(options)
             for number, of_group in zip(part.groups, options, strict=True):
                 self.param_groups[number].update(of_group)

@@ -63,6 +63,10 @@ class Part:
             for key in options:
                 self.sent[number].pop(key, None)
 
+    def mark_options_unknown(self) -> None:
+        """Record that the owner may have any options: all are sent again."""
+        self.sent = [{} for _ in self.groups]
+
     def mark_sent(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Record the options of all groups at the owner."""
         self.sent = [_snapshot(each) for each in options]
