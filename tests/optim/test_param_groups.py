@@ -252,6 +252,31 @@ def test_a_step_without_a_context_uses_grad() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.values(), before, strict=True))
 
 
+def set_grad(layer: Any, kind: str) -> None:
+    weight = layer.local_value().weight
+    if kind == "view":
+        weight.grad = torch.ones(20)[:16].view(4, 4)
+    else:  # as after a backward pass with create_graph=True
+        weight.grad = weight * 2 if kind == "graph" else torch.ones(4, 4, requires_grad=True)
+
+
+def grad_of(layer: Any) -> tuple[Any, bool]:
+    grad = layer.local_value().weight.grad
+    return grad.detach(), grad.requires_grad
+
+
+@pytest.mark.usefixtures("w")
+@pytest.mark.parametrize("kind", ["view", "graph", "leaf"])
+def test_gradients_of_all_kinds_are_set_to_zero(kind: str) -> None:
+    layer = Spread(("w1",)).layers[0]
+    optimizer = DistributedOptimizer(optim.SGD, layer.remote_parameters(), lr=0.1)
+    rpc.rpc_sync("w1", set_grad, (layer.module_rref, kind))
+    optimizer.zero_grad(set_to_none=False)
+    grad, requires_grad = rpc.rpc_sync("w1", grad_of, (layer.module_rref,))
+    assert torch.equal(grad, torch.zeros(4, 4))
+    assert not requires_grad
+
+
 def grads(model: Spread) -> list[Any]:
     return [g for module in model.layers for g in rpc.rpc_sync(module.on, grads_of, (module.module_rref,))]
 

@@ -49,11 +49,17 @@ def accumulate(worker: Any, context: int, parameters: Iterable[Tensor]) -> None:
 def zero(parameters: Iterable[Tensor], set_to_none: bool) -> None:
     """Remove the `.grad` of parameters, or set it to zero."""
     for parameter in parameters:
-        if parameter.grad is not None:
-            if set_to_none:
-                parameter.grad = None
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if set_to_none:
+            parameter.grad = None
+        else:  # as in torch: a view cannot be detached
+            if gradient.grad_fn is not None:
+                gradient.detach_()
             else:
-                parameter.grad.detach_().zero_()
+                gradient.requires_grad_(False)
+            gradient.zero_()
 
 
 def norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
