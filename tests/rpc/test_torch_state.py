@@ -11,6 +11,8 @@ import torch
 
 from telegrad import rpc
 from telegrad.testing import Cluster, Gate, Local, cluster, eventually
+from telegrad.wire import Flag
+from telegrad.worker.scope import Autocast, handler_state
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.filterwarnings("error")]
 
@@ -204,6 +206,23 @@ async def describes_its_task() -> str:
 
 def test_a_task_describes_its_coroutine() -> None:
     assert "named()" in rpc.rpc_sync("w1", describes_its_task)
+
+
+@pytest.mark.parametrize("callers", [None, (("cpu", "bfloat16"), ("cache", "off"))])
+@pytest.mark.parametrize("flags", [0, int(Flag.NO_GRAD), int(Flag.INFERENCE)])
+@pytest.mark.parametrize("left", [False, True])
+def test_autocast_of_the_thread_is_restored(callers: Autocast, flags: int, left: bool) -> None:
+    """A caller's state is set while autocast is on."""
+    with torch.autocast("cpu", dtype=torch.float16):
+        before = state()
+        with handler_state(flags, callers):
+            assert state()[2:] == (True, torch.bfloat16, False) if callers else before[2:]
+            if left:
+                torch.set_autocast_enabled("cpu", False)
+                torch.set_autocast_dtype("cpu", torch.bfloat16)
+                torch.set_autocast_cache_enabled(False)
+        assert state() == before
+    assert state() == DEFAULT
 
 
 def test_no_grad_records_no_graph_at_the_callee() -> None:

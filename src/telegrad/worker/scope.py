@@ -17,6 +17,7 @@ from telegrad.wire import Flag
 
 __all__ = [
     "Autocast",
+    "FullAutocast",
     "Scope",
     "autocast_is_on",
     "autocast_of",
@@ -26,10 +27,13 @@ __all__ = [
     "current",
     "current_chain",
     "enter_chain",
+    "full_autocast",
     "handler_state",
     "not_needed",
     "outside_contexts",
     "remaining",
+    "restore_autocast",
+    "without_autocast",
 ]
 
 
@@ -47,6 +51,7 @@ class Scope(NamedTuple):
 
 
 Autocast: TypeAlias = tuple[tuple[str, str], ...] | None  # see `caller_state`
+FullAutocast: TypeAlias = tuple[tuple[tuple[bool, torch.dtype], ...], bool]  # see `full_autocast`
 current: ContextVar[Scope | None] = ContextVar("telegrad_scope", default=None)
 
 not_needed: ContextVar[Callable[[], bool] | None] = ContextVar("telegrad_not_needed", default=None)
@@ -129,11 +134,50 @@ def autocast_of(pairs: Autocast) -> tuple[dict[str, torch.dtype], bool]:
     return on, _NO_CACHE not in (pairs or ())
 
 
+def full_autocast() -> FullAutocast:
+    """Return autocast of the thread, on or off.
+
+    Returns:
+        By device, whether it is on and its dtype; and whether casts of weights are cached.
+    """
+    devices = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES)
+    return devices, torch.is_autocast_cache_enabled()
+
+
+def restore_autocast(state: FullAutocast) -> None:
+    """Set the state that `full_autocast` has returned."""
+    devices, cache = state
+    torch.set_autocast_cache_enabled(cache)
+    for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, devices, strict=True):
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Disable autocast of the thread for a block of code."""
+    if not autocast_is_on():
+        yield
+        return
+    before = full_autocast()
+    for device in AUTOCAST_DEVICES:
+        torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        restore_autocast(before)
+
+
 @contextmanager
 def handler_state(flags: int, autocast: Autocast) -> Iterator[None]:
-    """Set the caller's state while its handler runs."""
+    """Set the caller's state while its handler runs, and restore that of the thread.
+
+    Autocast of the thread stays as it is if the caller has none.
+    """
+    before = full_autocast() if autocast or autocast_is_on() else None
     with ExitStack() as stack:
-        stack.callback(_reset_autocast)
+        if before is not None:
+            stack.callback(_restore_changed_autocast, before)
         if flags & _INFERENCE:
             stack.enter_context(torch.inference_mode())
         elif flags & _NO_GRAD:
@@ -142,15 +186,33 @@ def handler_state(flags: int, autocast: Autocast) -> Iterator[None]:
         on, cache = autocast_of(autocast)
         for device, dtype in on.items():
             stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=cache))
+        if before is None:
+            stack.callback(_clean_autocast)  # before inference_mode ends, which would hide that autocast is still on
         yield
 
 
-def _reset_autocast() -> None:
-    """Reset autocast's dtypes and caching, which stay set when autocast is disabled."""
+def _restore_changed_autocast(before: FullAutocast) -> None:
+    """Restore autocast of a thread in which a handler may have left it changed."""
+    if full_autocast() != before:
+        restore_autocast(before)
+    if not autocast_is_on():
+        torch.clear_autocast_cache()  # weights may change before the next handler
+
+
+def _clean_autocast() -> None:
+    """Disable autocast if a handler has left it on.
+
+    Its dtypes and caching stay set when it is disabled, so they are reset.
+    """
+    if not autocast_is_on():
+        return
+    for device in AUTOCAST_DEVICES:
+        torch.set_autocast_enabled(device, False)
     torch.set_autocast_cache_enabled(True)
     for device, dtype in zip(AUTOCAST_DEVICES, _AUTOCAST_DTYPES, strict=True):
         if torch.get_autocast_dtype(device) != dtype:
             torch.set_autocast_dtype(device, dtype)
+    torch.clear_autocast_cache()
 
 
 def clean_state() -> None:
@@ -162,11 +224,7 @@ def clean_state() -> None:
             _kept.guard = torch.inference_mode(False)
             _kept.guard.__enter__()
         torch.set_grad_enabled(True)
-    if autocast_is_on():
-        for device in AUTOCAST_DEVICES:
-            torch.set_autocast_enabled(device, False)
-        _reset_autocast()
-        torch.clear_autocast_cache()
+    _clean_autocast()
 
 
 _kept = threading.local()

@@ -11,7 +11,17 @@ import torch
 
 from telegrad.wire import Flag
 from telegrad.worker.calls.tracing import Recording
-from telegrad.worker.scope import AUTOCAST_DEVICES, Autocast, Scope, autocast_is_on, autocast_of, clean_state
+from telegrad.worker.scope import (
+    AUTOCAST_DEVICES,
+    Autocast,
+    FullAutocast,
+    Scope,
+    autocast_is_on,
+    autocast_of,
+    clean_state,
+    full_autocast,
+    restore_autocast,
+)
 
 __all__ = ["CoroutineTorchState"]
 
@@ -23,33 +33,18 @@ _top_hooks: Any = getattr(
     _hooks_api, "_top_saved_tensors_default_hooks", lambda _: None
 )  # without this function, hooks stay set
 
-_Autocast = tuple[tuple[tuple[bool, torch.dtype], ...], bool]  # by device; whether casts of weights are cached
-
 
 def _is_default() -> bool:
     """Return whether the thread is in its initial state, apart from dtypes."""
     return torch.is_grad_enabled() and not autocast_is_on() and _top_hooks(False) is None
 
 
-def _autocast() -> _Autocast:
-    devices = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES)
-    return devices, torch.is_autocast_cache_enabled()
-
-
-def _first_autocast(given: Autocast) -> _Autocast:
+def _first_autocast(given: Autocast) -> FullAutocast:
     on, cache = autocast_of(given)
     devices = tuple(
         (True, on[device]) if device in on else (False, torch.get_autocast_dtype(device)) for device in AUTOCAST_DEVICES
     )
     return devices, cache
-
-
-def _set_autocast(state: _Autocast) -> None:
-    devices, cache = state
-    torch.set_autocast_cache_enabled(cache)
-    for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, devices, strict=True):
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
 
 
 def _take_hooks(below: int) -> list[Any]:
@@ -91,8 +86,8 @@ class CoroutineTorchState:
         self._inference = bool(flags & _INFERENCE)
         self._grad = not flags & _STATE
         self._given = autocast
-        self._autocast: _Autocast | None = None  # from the first step on that needs it
-        self._threads: list[tuple[Any, Any, _Autocast, list[Any]] | None] = []
+        self._autocast: FullAutocast | None = None  # from the first step on that needs it
+        self._threads: list[tuple[Any, Any, FullAutocast, list[Any]] | None] = []
         self._is_default = self._grad and not autocast
 
     def __enter__(self) -> Self:
@@ -105,7 +100,7 @@ class CoroutineTorchState:
             within.__enter__()
         for pack, unpack in self._hooks:
             _push_hooks(pack, unpack)
-        before = _autocast()
+        before = full_autocast()
         if self._autocast is None:
             self._autocast = _first_autocast(self._given)
         guard = torch.inference_mode(self._inference)
@@ -113,7 +108,7 @@ class CoroutineTorchState:
         self._threads.append((within, guard, before, outer))
         torch.set_grad_enabled(self._grad)
         if self._autocast != before:
-            _set_autocast(self._autocast)
+            restore_autocast(self._autocast)
         if self._recording is not None:
             self._recording.__enter__()
         return self
@@ -127,14 +122,14 @@ class CoroutineTorchState:
             self._recording.__exit__(None, None, None)
         self._inference = torch.is_inference_mode_enabled()
         self._grad = torch.is_grad_enabled()
-        self._autocast = _autocast()
+        self._autocast = full_autocast()
         if saved is None:
             self._hooks = _take_hooks(0)
             clean_state()
             return
         within, guard, before, outer = saved
         if self._autocast != before:
-            _set_autocast(before)
+            restore_autocast(before)
             torch.clear_autocast_cache()  # weights may change before the next step
         guard.__exit__(None, None, None)
         self._hooks = _take_hooks(0 if within is None else 1)
