@@ -1,7 +1,8 @@
 """Steps of pipelines: equal to the same model in one process."""
 
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -212,6 +213,72 @@ def test_autocast_applies_to_the_forward_passes() -> None:
     assert torch.equal(outputs, expected)
     assert torch.allclose(loss, expected.float().square().mean(), rtol=1e-2)
     assert pipe(x).dtype == torch.float32
+
+
+class Noting(nn.Module):
+    """Stage that notes the dtype of each result with its own number."""
+
+    seen: ClassVar[list[tuple[int, torch.dtype]]] = []
+    last_ran: ClassVar[threading.Event] = threading.Event()
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.layer = layer(number)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.seen.append((self.number, y.dtype))
+        if self.number == 2:
+            self.last_ran.set()
+        return y
+
+
+@SCHEDULES
+@pytest.mark.parametrize("late", ["feed_targets", "run_step"])
+def test_autocast_does_not_depend_on_the_order_of_messages(schedule: Any, late: str) -> None:
+    """The message arrives after the first forward pass of the last stage."""
+    Noting.seen.clear()
+    Noting.last_ran.clear()
+
+    def hold(call: Any, proceed: Any) -> Any:
+        if call.name.endswith(late):
+            assert Noting.last_ran.wait(30)
+        return proceed(call)
+
+    def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y @ target.T, target @ target.T)
+
+    specs = [("w1", Noting, (0,)), ("w2", Noting, (1,)), ("w1", Noting, (2,))]
+    pipe = Pipeline(specs, loss_fn, schedule=schedule)
+    model = one_process(3)
+    x, target = batch(16)
+    with rpc.intercept(client=hold), torch.autocast("cpu", dtype=torch.float16):
+        pipe.step(x, target=target)
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert torch.is_autocast_enabled("cpu")
+    assert sorted(Noting.seen, key=str) == [(number, torch.float16) for number in range(3) for _ in range(8)]
+    for part, expected in zip(x.split(2), target.split(2), strict=True):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = loss_fn(model(part), expected) / 8
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert equal(gradients(pipe), gradients_here(model))
+
+
+@pytest.mark.parametrize(
+    ("autocast", "dtype"), [(None, torch.float32), ((("cpu", "float16"), ("cache", "off")), torch.float16)]
+)
+def test_passes_run_in_the_state_of_the_step_not_of_the_message(autocast: Any, dtype: torch.dtype) -> None:
+    pipe = Pipeline([("w1", Noting, (0,)), ("w2", Noting, (1,))])
+    Noting.seen.clear()
+    first, last = (rref.id for rref in pipe._rrefs)
+    plan, x = (1, False, True, 2, autocast), batch(4)[0]
+    with torch.inference_mode(), torch.autocast("cpu"):
+        rpc.rpc_sync("w1", requests.feed, (*first, plan, (x,), (False,), (2, 2)))
+        _, _, outputs, _ = rpc.rpc_sync("w2", requests.run_step, (*last, plan, (2, 2)))
+        rpc.rpc_sync("w1", requests.run_step, (*first, plan, (2, 2)))
+    assert outputs.dtype == dtype
+    assert sorted(Noting.seen, key=str) == [(0, dtype), (0, dtype), (1, dtype), (1, dtype)]
 
 
 def drive() -> tuple[float, float]:

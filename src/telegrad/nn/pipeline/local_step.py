@@ -21,12 +21,17 @@ _CPU = torch.device("cpu")
 
 
 class Plan(NamedTuple):
-    """Facts of a step that every message of the step carries."""
+    """Facts of a step that every message of the step carries.
+
+    They include torch's state for the passes: the messages themselves have the default state, since a neighbor sends
+    them from whatever thread has run a pass.
+    """
 
     number: int  # of the step, increasing
     training: bool
     keep_outputs: bool  # the last stage returns what its module returned
     micro_batches: int
+    autocast: Autocast = None  # of the step's caller, for the forward passes and the loss
 
 
 class Input(NamedTuple):
@@ -60,15 +65,13 @@ class LocalStep:
         order: the passes that this stage runs.
         device: of the module.
         scope: for the calls that the passes make.
-        autocast: of the step's caller, for the forward passes.
     """
 
-    def __init__(self, plan: Plan, order: Order, device: torch.device, scope: Scope, autocast: Autocast) -> None:
+    def __init__(self, plan: Plan, order: Order, device: torch.device, scope: Scope) -> None:
         self.plan: Plan = plan
         self.order: Order = order
         self.device = device
         self.scope: Scope = scope
-        self._autocast = autocast
         self.position: int = 0  # of the next pass in the order
         self.dropped: bool = False
         self.error: BaseException | None = None
@@ -117,7 +120,7 @@ class LocalStep:
         training = self.plan.training
         inputs = _leaves(given, self.device) if training else moved(given.values, self.device)
         begin = time.monotonic()
-        with handler_state(0, self._autocast), torch.set_grad_enabled(training):
+        with handler_state(0, self.plan.autocast), torch.set_grad_enabled(training):
             result = module(*inputs)
         self._note(PassKind.FORWARD, i, begin)
         if training:
@@ -149,7 +152,7 @@ class LocalStep:
             assert self.targets is not None
             target, self.targets[i] = moved(self.targets[i], self.device), None
             begin = time.monotonic()
-            with handler_state(0, self._autocast), torch.enable_grad():
+            with handler_state(0, self.plan.autocast), torch.enable_grad():
                 loss = _checked_loss(loss_fn(saved.result, target)) * self.weights[i]
             torch.autograd.backward([loss])
             self.losses.append(_detached(loss))

@@ -21,7 +21,7 @@ from telegrad.nn.remote_module import RemoteModule
 from telegrad.rref import RRef
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.default_worker import open_worker
-from telegrad.worker.scope import outside_contexts
+from telegrad.worker.scope import caller_state, outside_contexts, without_autocast
 
 __all__ = ["Pipeline", "StageSpec"]
 
@@ -238,9 +238,16 @@ class Pipeline(nn.Module):
         if not 0 < count <= batch:
             raise ValueError(f"a batch of {batch} cannot be divided into {count} micro-batches: use a larger batch")
         sizes = divide(batch, count)
-        with self._exclusive(), outside_contexts(), torch.inference_mode(False), torch.enable_grad():
+        autocast = caller_state()
+        with (
+            self._exclusive(),
+            outside_contexts(),
+            without_autocast(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             self._number += 1
-            plan = Plan(self._number, training, outputs, count)
+            plan = Plan(self._number, training, outputs, count, autocast)
             futures: list[CallFuture[Any]] = []
             try:
                 self._begin(futures, plan, inputs, needs, target, sizes, timeout)

@@ -19,6 +19,7 @@ from telegrad.worker import Worker
 from telegrad.worker.calls.callables import callee_of
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.default_worker import open_worker
+from telegrad.worker.scope import Autocast
 
 __all__ = [
     "Address",
@@ -33,6 +34,9 @@ __all__ = [
 
 Address: TypeAlias = tuple[int, int, int]
 """Owner of a stage, and the two numbers of the reference."""
+
+PlanItems: TypeAlias = tuple[int, bool, bool, int, Autocast]
+"""Fields of a `Plan`."""
 
 
 def _stage(created_on: int, local_id: int) -> PipelineStage:
@@ -96,7 +100,7 @@ def _sender(
 def accept_inputs(
     created_on: int,
     local_id: int,
-    plan: tuple[int, bool, bool, int],
+    plan: PlanItems,
     i: int,
     values: Values,
     needs_gradient: tuple[bool, ...],
@@ -108,7 +112,7 @@ def accept_inputs(
 def accept_gradients(
     created_on: int,
     local_id: int,
-    plan: tuple[int, bool, bool, int],
+    plan: PlanItems,
     i: int,
     gradients: Values,
     _: tuple[bool, ...],
@@ -123,7 +127,7 @@ def accept_gradients(
 def feed(
     created_on: int,
     local_id: int,
-    plan: tuple[int, bool, bool, int],
+    plan: PlanItems,
     values: Values,
     needs_gradient: tuple[bool, ...],
     sizes: Sequence[int],
@@ -135,7 +139,7 @@ def feed(
 def feed_targets(
     created_on: int,
     local_id: int,
-    plan: tuple[int, bool, bool, int],
+    plan: PlanItems,
     target: object,
     sizes: Sequence[int],
     weights: Sequence[float],
@@ -149,9 +153,7 @@ def feed_targets(
     _stage(created_on, local_id).add_targets(Plan(*plan), targets, weights)
 
 
-async def run_step(
-    created_on: int, local_id: int, plan: tuple[int, bool, bool, int], sizes: Sequence[int]
-) -> tuple[object, ...]:
+async def run_step(created_on: int, local_id: int, plan: PlanItems, sizes: Sequence[int]) -> tuple[object, ...]:
     """Return the stage's result of a step, once it has run its passes.
 
     If the caller cancels, is lost or has waited until its deadline, the stage drops the step.

@@ -14,7 +14,7 @@ from torch import nn
 from telegrad.nn.pipeline.local_step import Input, LocalStep, LossFunction, Outgoing, Plan
 from telegrad.nn.pipeline.micro_batches import Values, join, join_gradients
 from telegrad.nn.pipeline.schedule import SCHEDULES, Pass, PassKind, Schedule, forward_only
-from telegrad.worker.scope import caller_state, current
+from telegrad.worker.scope import current, without_autocast
 
 __all__ = ["PipelineStage", "StageConfig", "StageResult"]
 
@@ -131,7 +131,7 @@ class PipelineStage:
             schedule = self._schedule if plan.training else forward_only
             order = schedule(config.stages, plan.micro_batches)[config.number]
             scope = scope._replace(request=False, autograd=None)
-            step = self._step = LocalStep(plan, order, self._device, scope, caller_state())
+            step = self._step = LocalStep(plan, order, self._device, scope)
         return step, held
 
     # ---- the end of a step
@@ -175,12 +175,13 @@ class PipelineStage:
                 raise error
             finally:
                 del error  # its traceback refers to this frame
-        return StageResult(
-            times,
-            torch.stack(losses).sum() if losses else None,
-            join(outputs) if outputs else None,
-            join_gradients(gradients, sizes) if gradients else None,
-        )
+        with without_autocast():
+            return StageResult(
+                times,
+                torch.stack(losses).sum() if losses else None,
+                join(outputs) if outputs else None,
+                join_gradients(gradients, sizes) if gradients else None,
+            )
 
     def drop(self, number: int) -> None:
         """End a step without a result, and all before it; a pass that is running goes on."""
@@ -241,21 +242,16 @@ class PipelineStage:
             callback()
 
     def _run(self, step: LocalStep, one: Pass) -> None:
-        """Run a pass and send its result to the neighbor."""
+        """Run a pass and send its result to the neighbor.
+
+        The thread may belong to a message with another state of torch, or of another step.
+        """
         # In a new thread, matrix products ignore `torch.set_num_threads` and are rounded differently until this call.
         torch.get_num_threads()
         token = current.set(step.scope)
         try:
-            if one.kind == PassKind.FORWARD:
-                result = step.forward(self.module, one.micro_batch, self._is_last)
-                send = self._send_forward
-            else:
-                result = step.backward(one.micro_batch, self._config.loss_fn if self._is_last else None)
-                send = self._send_backward
-                if send is None:
-                    step.input_gradients.append(result.values)
-            if send is not None and not step.dropped:
-                send(step.plan, one.micro_batch, result)
+            with without_autocast(), torch.inference_mode(False), torch.enable_grad():
+                self._run_in_state(step, one)
         except BaseException as error:  # also SystemExit: the caller gets it, this thread continues
             kind = "forward" if one.kind == PassKind.FORWARD else "backward"
             number, stages = self._config.number, self._config.stages
@@ -266,6 +262,18 @@ class PipelineStage:
             step.error = error
         finally:
             current.reset(token)
+
+    def _run_in_state(self, step: LocalStep, one: Pass) -> None:
+        if one.kind == PassKind.FORWARD:
+            result = step.forward(self.module, one.micro_batch, self._is_last)
+            send = self._send_forward
+        else:
+            result = step.backward(one.micro_batch, self._config.loss_fn if self._is_last else None)
+            send = self._send_backward
+            if send is None:
+                step.input_gradients.append(result.values)
+        if send is not None and not step.dropped:
+            send(step.plan, one.micro_batch, result)
 
     def fail(self, plan: Plan, error: BaseException) -> None:
         """End a step with an error of a message to a neighbor."""
