@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from model_helpers import Local, Run
 from torch import nn, optim
 
+from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, load_checkpoint
 from telegrad.testing import Cluster, assert_quiescent, cluster
 
@@ -91,13 +92,48 @@ def test_a_local_model_and_optimizer_load_it(tmp_path: Path) -> None:
         assert torch.equal(mine, expected)
 
 
+class WithoutState:
+    def __init__(self) -> None:
+        self.loaded: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded.append(state)
+
+
+@pytest.mark.usefixtures("clean")
+def test_modules_and_values_without_entries(tmp_path: Path) -> None:
+    other = WithoutState()
+    state = {
+        "linear": RemoteModule("w1", nn.Linear, (2, 2)),
+        "relu": RemoteModule("w1", nn.ReLU),
+        "local": nn.Sequential(nn.ReLU(), nn.Flatten()),
+        "dict": {"nothing": {}},
+        "other": other,
+        "count": 3,
+    }
+    dcp.save(state, checkpoint_id=tmp_path)
+    given = {**state, "linear": RemoteModule("w2", nn.Linear, (2, 2)), "count": 0}
+    load_checkpoint(given, checkpoint_id=tmp_path)
+    assert given["count"] == 3
+    assert other.loaded == [{}]
+    assert all(torch.equal(a, b) for a, b in zip(*(_values(one["linear"]) for one in (given, state)), strict=True))
+    for missing in (nn.Linear(1, 1), RemoteModule("w1", nn.Linear, (2, 2)), {"nothing": {"a": 1}}, 1, None):
+        with pytest.raises(ValueError, match="the checkpoint has no 'more': it has 'count', 'linear'"):
+            load_checkpoint({**state, "more": missing}, checkpoint_id=tmp_path)
+
+
+def _values(module: Any) -> list[torch.Tensor]:
+    return list(module.state_dict().values())
+
+
 # ---- what goes wrong
 
 
 @pytest.mark.usefixtures("clean")
 def test_a_checkpoint_of_other_shapes_names_and_groups(tmp_path: Path) -> None:
-    from telegrad.nn import RemoteModule
-
     run = Run(("w1", "w2"))
     run.train(1)
     run.save(tmp_path)

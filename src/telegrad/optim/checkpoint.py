@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def load_checkpoint(
 
     Raises:
         ValueError: a name is not in the checkpoint, or an optimizer has other groups or parameters of other shapes.
+            Modules without parameters and buffers have no entries, and need none.
         RuntimeError: the checkpoint has other entries or shapes than a module, or an owner is lost.
 
     Example::
@@ -58,7 +59,7 @@ def load_checkpoint(
     metadata = reader.read_metadata()
     saved, paths = metadata.state_dict_metadata, metadata.planner_data
     names = {path[0] for path in paths.values()}
-    if missing := state.keys() - names:
+    if missing := [name for name in state.keys() - names if _has_entries(state[name])]:
         raise ValueError(
             f"the checkpoint has no {_listed(missing)}: it has {_listed(names)}. Save and load under the same names."
         )
@@ -83,6 +84,15 @@ def _required(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike
     if checkpoint_id is None:
         raise ValueError("load_checkpoint needs a checkpoint_id, such as a folder, or a storage_reader")
     return checkpoint_id
+
+
+def _has_entries(target: Any) -> bool:
+    """Return whether a checkpoint would have entries of a value.
+
+    It has none of a module without parameters and buffers, for example.
+    """
+    found = target.state_dict() if hasattr(target, "state_dict") else target
+    return not isinstance(found, Mapping) or any(not isinstance(v, Mapping) or _has_entries(v) for v in found.values())
 
 
 def _empty(metadata: Any) -> Any:
