@@ -6,7 +6,17 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Values", "as_values", "batch_size", "divide", "join", "join_gradients", "split"]
+__all__ = [
+    "Values",
+    "as_values",
+    "batch_size",
+    "divide",
+    "join",
+    "join_gradients",
+    "split",
+    "split_target",
+    "target_values",
+]
 
 Values: TypeAlias = tuple[object, ...]
 """Arguments or results of a module: tensors and other values."""
@@ -50,20 +60,50 @@ def as_values(result: object) -> Values:
     Raises:
         TypeError: a tensor is in a container within the result, where gradients would not reach it.
     """
-    if not isinstance(result, (tuple, list)):
-        _check_item(result)
-        return (result,)
-    for item in result:
-        _check_item(item)
-    return tuple(result)
-
-
-def _check_item(item: object) -> None:
-    if isinstance(item, (tuple, list, dict, set)):
+    items = _items(result)
+    container = _container_in(items)
+    if container is not None:
         raise TypeError(
             "a stage of a pipeline returns a tensor, or a tuple or list of tensors and other values; its result has a"
-            f" {type(item).__name__} inside"
+            f" {type(container).__name__} inside"
         )
+    return items
+
+
+def target_values(target: object) -> Values:
+    """Return the items of a target.
+
+    Raises:
+        TypeError: a tensor may be in a container within the target, which would not be divided.
+    """
+    items = _items(target)
+    container = _container_in(items)
+    if container is not None:
+        found = f"is a {type(target).__name__}" if container is target else f"has a {type(container).__name__} inside"
+        raise TypeError(
+            "the target of a pipeline's step is a tensor, or a tuple or list of tensors and other values; the given one"
+            f" {found}, whose tensors would not be divided into micro-batches"
+        )
+    return items
+
+
+def split_target(target: object, sizes: Sequence[int]) -> list[object]:
+    """Return the target of each micro-batch.
+
+    It is a tuple, a list or a single value, like the given target.
+    """
+    parts = split(_items(target), sizes)
+    if isinstance(target, list):
+        return [list(part) for part in parts]
+    return list(parts) if isinstance(target, tuple) else [value for (value,) in parts]
+
+
+def _items(value: object) -> Values:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _container_in(items: Values) -> object:
+    return next((item for item in items if isinstance(item, (tuple, list, dict, set))), None)
 
 
 def join(results: Sequence[object]) -> object:

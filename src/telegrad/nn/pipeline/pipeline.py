@@ -13,7 +13,7 @@ from telegrad import rpc
 from telegrad.errors import RemoteError, RpcTimeout
 from telegrad.nn.pipeline import requests
 from telegrad.nn.pipeline.local_step import LossFunction, Plan, run_backward
-from telegrad.nn.pipeline.micro_batches import as_values, batch_size, divide
+from telegrad.nn.pipeline.micro_batches import batch_size, divide, target_values
 from telegrad.nn.pipeline.schedule import SCHEDULES, Pass, PassKind
 from telegrad.nn.pipeline.stage import PipelineStage, StageResult
 from telegrad.nn.pipeline.times import PassTime, StepTimes
@@ -166,8 +166,8 @@ class Pipeline(nn.Module):
         Args:
             inputs: arguments of the first stage. Tensors are divided along their first dimension, of the same size in
                 all; every micro-batch gets other values, and tensors without a dimension, as they are.
-            target: second argument of ``loss_fn``, divided like the inputs: a tensor, or a tuple of tensors and other
-                values.
+            target: second argument of ``loss_fn``, divided like the inputs: a tensor, or a tuple or list of tensors and
+                other values.
             outputs: also return the result of the last stage.
             timeout: limit in seconds for the step; -1 is the worker's default, 0 no limit.
 
@@ -179,6 +179,7 @@ class Pipeline(nn.Module):
         Raises:
             ValueError: the sizes of tensors differ, or are smaller than the number of micro-batches; the pipeline has
                 no ``loss_fn``.
+            TypeError: the target is a dict or a set, or has a container inside.
             RuntimeError: another step of this pipeline is running; a worker is lost (`WorkerLost`), or the timeout has
                 expired (`RpcTimeout`).
             errors of modules and of ``loss_fn``: of their original type and of RemoteError, with a note that names the
@@ -233,7 +234,7 @@ class Pipeline(nn.Module):
     ) -> tuple[Tensor | None, Any, Sequence[Tensor | None]]:
         """Run all passes; return the loss, the outputs and the gradients of the inputs."""
         begin = time.monotonic()
-        batch = batch_size((*inputs, *(as_values(target) if training else ())))
+        batch = batch_size((*inputs, *(target_values(target) if training else ())))
         count = self._micro_batches if training else min(self._micro_batches, batch)
         if not 0 < count <= batch:
             raise ValueError(f"a batch of {batch} cannot be divided into {count} micro-batches: use a larger batch")
@@ -392,6 +393,7 @@ def _check_reduction(reduction: str, loss_fn: object) -> None:
 
 
 def _detached(value: object) -> object:
-    if isinstance(value, tuple):
-        return tuple(_detached(item) for item in value)
+    if isinstance(value, (tuple, list)):
+        items = [_detached(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     return value.detach() if isinstance(value, Tensor) else value

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from torch import nn
 
 from telegrad.nn.pipeline.local_step import LossFunction, Outgoing, Plan
-from telegrad.nn.pipeline.micro_batches import Values, split
+from telegrad.nn.pipeline.micro_batches import Values, split, split_target
 from telegrad.nn.pipeline.stage import PipelineStage, StageConfig
 from telegrad.protocols.rref import RRefId
 from telegrad.rref import RRef
@@ -145,12 +145,7 @@ def feed_targets(
     weights: Sequence[float],
 ) -> None:
     """Give the last stage the targets of a batch."""
-    targets: list[object]
-    if isinstance(target, tuple):
-        targets = list(split(target, sizes))
-    else:
-        targets = [each for (each,) in split((target,), sizes)]
-    _stage(created_on, local_id).add_targets(Plan(*plan), targets, weights)
+    _stage(created_on, local_id).add_targets(Plan(*plan), split_target(target, sizes), weights)
 
 
 async def run_step(created_on: int, local_id: int, plan: PlanItems, sizes: Sequence[int]) -> tuple[object, ...]:
