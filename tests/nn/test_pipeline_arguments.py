@@ -1,5 +1,6 @@
 """Arguments and targets of pipelines: tuples, lists, dicts and other values."""
 
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pipeline_helpers import batch, equal, gradients, stages
-from torch import Tensor
+from torch import Tensor, nn
 
-from telegrad.nn import Pipeline
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.nn.owner import moved
 from telegrad.testing import Cluster, assert_quiescent, cluster
 
 
@@ -72,3 +74,58 @@ def test_a_list_has_tensors_of_one_size() -> None:
     pipe = Pipeline(stages(["w1"]), loss_of_pair, micro_batches=4)
     with pytest.raises(ValueError, match="differ in their first dimension: 8, 8, 7"):
         pipe.step(batch(8)[0], target=[torch.zeros(8), torch.zeros(7), 1.0])
+
+
+# ---- dicts
+
+
+class Options(dict[str, Any]):
+    """Dict with another constructor, and an attribute."""
+
+    def __init__(self, note: str) -> None:
+        super().__init__()
+        self.note = note
+
+
+def options() -> Options:
+    made = Options("kept")
+    made.update(scale=torch.tensor([2.0]), rest=[torch.ones(1)])
+    return made
+
+
+class Scaled(nn.Module):
+    """Stage with a dict as its second argument."""
+
+    def forward(self, x: Tensor, of: dict[str, Any]) -> Tensor:
+        assert isinstance(of, defaultdict)
+        result: Tensor = x * of["scale"] + of["missing"]
+        return result
+
+
+DICTS = [
+    defaultdict(int, scale=torch.tensor([2.0])),
+    OrderedDict(b=torch.ones(1), a=1),
+    Counter("abb"),
+    options(),
+]
+
+
+@pytest.mark.parametrize("given", DICTS, ids=lambda given: type(given).__name__)
+def test_dicts_of_all_classes_are_moved(given: Any) -> None:
+    items = dict(given)
+    found = moved(given, torch.device("meta"))
+    assert type(found) is type(given)
+    assert list(found) == list(items)
+    assert getattr(found, "note", None) == getattr(given, "note", None)
+    assert getattr(found, "default_factory", None) == getattr(given, "default_factory", None)
+    for key, value in found.items():
+        one = value[0] if isinstance(value, list) else value
+        assert one == items[key] if isinstance(one, int) else one.is_meta
+    assert all(given[key] is value for key, value in items.items())  # unchanged
+
+
+def test_a_stage_and_a_remote_module_get_a_dict_with_a_default() -> None:
+    x, given = batch(4)[0], defaultdict(int, scale=torch.tensor([2.0]))
+    pipe = Pipeline([("w1", Scaled)], micro_batches=2)
+    assert torch.equal(pipe(x, given), 2 * x)
+    assert torch.equal(RemoteModule("w1", Scaled)(x, given), 2 * x)

@@ -4,6 +4,7 @@ Each one takes a reference to the module, which this worker owns.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import copy
 from enum import IntEnum
 from types import CoroutineType
 from typing import Any
@@ -74,11 +75,19 @@ async def _moved_later(result: Awaitable[object], keep: bool) -> object:
 
 
 def moved(value: object, device: torch.device) -> Any:
-    """Return a value with all tensors in its tuples, lists and dicts on a device."""
+    """Return a value with all tensors in its tuples, lists and dicts on a device.
+
+    Dicts of other classes, such as ``defaultdict``, are copied with what else they have.
+    """
     if isinstance(value, Tensor):
         return value.to(device)
+    if type(value) is dict:
+        return {key: moved(item, device) for key, item in value.items()}
     if isinstance(value, dict):
-        return type(value)((key, moved(item, device)) for key, item in value.items())
+        result = copy(value)  # the constructor may take other arguments than that of dict
+        for key, item in value.items():
+            result[key] = moved(item, device)
+        return result
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(moved(item, device) for item in value))
     if isinstance(value, (tuple, list)):
