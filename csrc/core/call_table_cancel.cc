@@ -110,13 +110,16 @@ void CallTable::on_state(const Connection& c, std::uint64_t id, CallState state)
   if (call && call->connection == c.id && call->expired) complete(id, timed_out(state), released);
 }
 
-/// Completes an expired call when its reply has arrived. The reply to a request that never ran says so.
+/// Completes an expired call when its reply has arrived. The reply to a request that never ran says so, and the reply
+/// of a handler that still ran at the deadline.
 void CallTable::complete_late(std::uint64_t id, Incoming&& reply, Released& released) {
   Call* call = slab_.find(id);
   if (call->keep_alive) released.push_back(std::move(call->keep_alive));
-  const bool never_ran = has_expired(reply);
+  const CallState state = has_expired(reply)           ? CallState::kQueued
+                          : reply.header.flags & kLate ? CallState::kRunning
+                                                       : CallState::kReplied;
   if (reply.header.flags & kMustDeliver) orphan(call->peer, call->connection, std::move(reply));
-  complete(id, timed_out(never_ran ? CallState::kQueued : CallState::kReplied), released);
+  complete(id, timed_out(state), released);
 }
 
 void CallTable::send_cancel(const SentCall& call, CancelReason reason, const std::function<void()>& before_blocking) {
