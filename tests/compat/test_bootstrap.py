@@ -49,6 +49,19 @@ def test_costs_nothing_where_torch_is_not_imported(tmp_path: Path) -> None:
     assert run(tmp_path, code) == ["[]"]
 
 
+def test_installs_after_a_search_for_torch(tmp_path: Path) -> None:
+    code = (
+        "import importlib.util as u\nassert u.find_spec('torch') and u.find_spec('torch')\nimport torch\nimport torch"
+    )
+    assert run(tmp_path, code) == ["torch", "installed True"]
+
+
+def test_installs_after_an_import_that_failed(tmp_path: Path) -> None:
+    failing = {"torch/__init__.py": "import builtins\nbuiltins.tried\ndone = True\n"}
+    code = "import builtins\ntry:\n    import torch\nexcept AttributeError:\n    builtins.tried = True\nimport torch"
+    assert run(tmp_path, code, {**PACKAGES, **failing}) == ["installed True"]
+
+
 def test_torch_keeps_its_loader(tmp_path: Path) -> None:
     code = "import torch, importlib.util\nprint(type(torch.__spec__.loader).__name__, torch.__file__ is not None)"
     assert run(tmp_path, code)[-1] == "SourceFileLoader True"

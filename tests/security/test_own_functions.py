@@ -46,6 +46,37 @@ def test_methods_of_modules_are_those_of_torch() -> None:
     assert not own_functions.METHODS_OF_MODULES & {"apply", "compile", "register_module", "__call__", "forward"}
 
 
+class Overriding(nn.Module):
+    """Module with methods of the names that Telegrad calls, which are not exposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(1, 1))
+        self.half = secret
+
+    def train(self, command: object = None) -> Any:
+        return secret()
+
+    @property
+    def secret(self) -> nn.Module:
+        ran.append("property")
+        return nn.Identity()
+
+
+def test_methods_of_the_program_are_not_those_of_torch(group: Any) -> None:
+    with group[1]:
+        rpc.register_service("overriding", Overriding())
+    value = rpc.get_service("overriding")
+    refused(lambda: rpc.rpc_sync("w1", owner.change, (value, "train", ("command",), {})))
+    refused(lambda: rpc.rpc_sync("w1", owner.change, (value, "half", (), {})))
+    for target in ("secret", "layer.secret", "layer.0.weight", "layer.__class__"):
+        with pytest.raises(AttributeError, match=f"has no submodule `{target.rpartition('.')[2]}`"):
+            rpc.rpc_sync("w1", owner.submodule_of, (value, target))
+    assert rpc.rpc_sync("w1", owner.submodule_of, (value, "layer.0"))._get_type() is nn.Linear
+    assert rpc.rpc_sync("w1", owner.change, (value, "double", (), {})) == "cpu"
+    assert not ran
+
+
 def test_the_library_works_with_a_list(group: Any) -> None:
     use_library(group)
     with group[1]:

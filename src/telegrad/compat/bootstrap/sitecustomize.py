@@ -8,24 +8,36 @@ standard library and has no effect in an interpreter without Telegrad.
 import importlib.util
 import os
 import sys
+import threading
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
+_searching: "set[int]" = set()  # threads that look for torch's own spec
+
 
 class _WhenTorchIsImported:
-    """Finder that loads torch as usual and then installs the drop-in."""
+    """Finder that loads torch as usual and then installs the drop-in.
+
+    It stays until torch has been imported: programs may look for torch without importing it, and an import may fail.
+    """
 
     @classmethod
     def find_spec(cls, fullname: str, path: object = None, target: object = None) -> "ModuleSpec | None":
-        if fullname != "torch":
+        thread = threading.get_ident()
+        if fullname != "torch" or thread in _searching:
             return None
-        sys.meta_path.remove(cls)
-        spec = importlib.util.find_spec("torch")
+        _searching.add(thread)
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            _searching.discard(thread)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
+                if cls in sys.meta_path:
+                    sys.meta_path.remove(cls)
                 _install()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]

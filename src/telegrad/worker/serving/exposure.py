@@ -10,8 +10,9 @@ The names of the program belong to the process, because decorators add them befo
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 
@@ -190,9 +191,11 @@ class AllowList:
         return getattr(value, name)
 
     def method_of_module(self, value: Any, name: str) -> Any:
-        """Return a method of a remote module: one of every module, or one that is exposed."""
-        if name not in METHODS_OF_MODULES or not isinstance(value, torch.nn.Module):
+        """Return a method of a remote module: one that is torch's own, or one that is exposed."""
+        if name not in METHODS_OF_MODULES or not _has_method_of_torch(value, name):
             self._require_member(value, name)
+        elif name == "get_submodule":
+            return partial(_submodule, value)
         return getattr(value, name)
 
     def _has(self, path: Path) -> bool:
@@ -228,6 +231,27 @@ class AllowList:
 
     def _refuse(self, what: str, name: str) -> NoReturn:
         raise NotExposed(self._worker, what, f"There, decorate it with @rpc.expose, or call rpc.expose({name}).")
+
+
+def _has_method_of_torch(value: Any, name: str) -> bool:
+    """Return whether a module has torch's method of this name: no class of the program overrides it."""
+    if not isinstance(value, torch.nn.Module) or name in value.__dict__:
+        return False
+    definer = next((each for each in type(value).__mro__ if name in each.__dict__), None)
+    return definer is not None and definer.__module__.partition(".")[0] == "torch"
+
+
+def _submodule(module: torch.nn.Module, target: str) -> torch.nn.Module:
+    """Return a submodule as `torch.nn.Module.get_submodule` does, but read no attribute: it may be a property.
+
+    Raises:
+        AttributeError: There is no such submodule.
+    """
+    for name in target.split(".") if target else ():
+        if name not in module._modules:
+            raise AttributeError(f"{type(module).__name__} has no submodule `{name}`")
+        module = cast("torch.nn.Module", module._modules[name])
+    return module
 
 
 def _type_of(value: object) -> type:
