@@ -1,6 +1,7 @@
 """Rendezvous at every kind of store, alongside process groups, and repeatedly."""
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from free_ports import free_port
 from process_helpers import TIMEOUT, Actor, actors, call, call_many, join, shut_all_down, state
 
 from telegrad import rpc
-from telegrad.rpc import Options
-from telegrad.testing import cluster
+from telegrad.rpc import Options, Worker
+from telegrad.testing import cluster, eventually
 
 # ---- steps
 
@@ -266,3 +267,22 @@ def test_store_operations_are_linear_in_the_group_size() -> None:
         with cluster(size, store=store):
             uses[size] = store.uses
     assert uses[16] - uses[8] == 2 * (uses[8] - uses[4])
+
+
+def test_a_process_hosts_no_store_of_a_dynamic_group_that_has_ended() -> None:
+    """Its port closes when the process hosts another one; that of a group with members stays open."""
+    ports = [free_port() for _ in range(3)]
+    first, lasting = (Worker("w", options=Options(init_method=f"tcp://127.0.0.1:{port}")) for port in ports[:2])
+    first.shutdown()
+    third = Worker("w", options=Options(init_method=f"tcp://127.0.0.1:{ports[2]}"))
+    eventually(lambda: not is_open(ports[0]))
+    assert is_open(ports[1])
+    assert is_open(ports[2])
+    for worker in (lasting, third):
+        worker.shutdown()
+    assert is_open(ports[2])  # the next worker of the group may need it
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0

@@ -166,9 +166,19 @@ class GroupLog:
 
 def has_members(store: Store) -> bool:
     """Return whether a dynamic group at a store has members."""
+    return bool(_view_of(store).members)
+
+
+def has_ended(store: Store) -> bool:
+    """Return whether a dynamic group at a store has had members, and has none any more."""
+    view = _view_of(store)
+    return view.epoch > 0 and not view.members
+
+
+def _view_of(store: Store) -> GroupView:
     log = GroupLog(group_store_of(store), None, None)
     log.load()
-    return bool(log.view.members)
+    return log.view
 
 
 def _plain(change: Change) -> list[object]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from telegrad.errors import TelegradError
 from telegrad.group import rendezvous
 from telegrad.group.log import has_members
-from telegrad.group.store_waits import Part, Store
+from telegrad.group.store_waits import DYNAMIC, Part, Store
 
 __all__ = ["ATTEMPT", "Part", "prefix_of"]
 
@@ -68,12 +68,12 @@ def prefix_of(store: Store, place: str, world_size: int | None, rank: int) -> It
     Raises:
         TelegradError: the store already has a group of the other kind.
     """
-    dynamic = Part("rpc_dynamic", store)
+    dynamic = Part(DYNAMIC, store)
     if not world_size:
         next_one = Part(f"rpc_prefix_{_numbers.next}", store)
         if rendezvous.is_static(next_one) or next_one.check([ATTEMPT]):
             raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
-        yield "rpc_dynamic"
+        yield DYNAMIC
         return
     if has_members(dynamic):
         raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)

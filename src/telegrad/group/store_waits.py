@@ -11,6 +11,7 @@ import torch.distributed as dist
 from telegrad.waits import Wait, wait_for
 
 __all__ = [
+    "DYNAMIC",
     "BoundedStore",
     "Operation",
     "Part",
@@ -22,6 +23,9 @@ __all__ = [
     "wait_for_keys",
     "within",
 ]
+
+DYNAMIC = "rpc_dynamic"
+"""Name of the part of a store that its dynamic group uses."""
 
 StoreGone: type[RuntimeError] = dist.DistNetworkError
 """Error of a store operation after the host is gone."""

@@ -29,8 +29,9 @@ from telegrad.group.hosting import (
     latest,
     listen,
 )
+from telegrad.group.log import has_ended
 from telegrad.group.probing import plain, probe
-from telegrad.group.store_waits import Store, StoreUnresponsive, within
+from telegrad.group.store_waits import DYNAMIC, Part, Store, StoreUnresponsive, within
 from telegrad.group.unix_store import LocalStore
 from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.timeouts import FOREVER
@@ -41,7 +42,9 @@ __all__ = ["is_client", "meet", "rendezvous_timeout"]
 logger: logging.Logger = logging.getLogger("telegrad")
 
 _rendezvous: list[object] = []  # kept alive: some stores close with their iterator
-_hosted: list[object] = []  # stores of this process that others may still use after its worker has left
+# Stores of dynamic groups that this process hosts: others may use them after its worker has left. Those of groups that
+# have ended close when the process hosts another one.
+_hosted: list[Store] = []
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.05  # s between two checks for a host that has not started yet,
 _MAX_RESOLVER_PAUSE = 1.0  # and between two queries for its name
 _SLOW_RESOLVER = 5.0  # s for one such query
@@ -317,6 +320,7 @@ def _tcp_store(address: StoreAddress, wait: Wait) -> Store:
     if listening is None:
         return _connect_by_port(address, wait)
     logger.info("%s hosts the store of a new group at %s: there was none", wait.waiter, address.at)
+    _hosted[:] = [each for each in _hosted if not has_ended(Part(DYNAMIC, each))]
     store = host_store(address, timedelta(seconds=wait.timeout), listening)
     _hosted.append(store)
     return store
