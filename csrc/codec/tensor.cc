@@ -37,6 +37,16 @@ constexpr std::int64_t kSmallSpan = 8 << 10;
 // A tensor without elements still needs an address.
 alignas(64) std::byte nothing[64];
 
+/// Leaves a tensor to the Python hook, which decides about it or raises the error of the fast path again.
+EncodeStatus leave_to_hook(bool& unsure) {
+  if (PyErr_Occurred()) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return EncodeStatus::kError;
+    PyErr_Clear();
+  }
+  unsure = true;
+  return EncodeStatus::kNotPlain;
+}
+
 }  // namespace
 
 bool TensorSpec::measure(std::int64_t& numel, std::int64_t& span) const {
@@ -106,7 +116,6 @@ TensorBridge::TensorBridge(nb::type_object tensor_type, nb::object exchange_api,
       parameter_type_(std::move(parameter_type)),
       watch_cut_(std::move(watch_cut)),
       is_watched_(std::move(is_watched)),
-      untyped_storage_(nb::steal<nb::str>(PyUnicode_InternFromString("untyped_storage"))),
       requires_grad_(nb::steal<nb::str>(PyUnicode_InternFromString("requires_grad"))),
       is_leaf_(nb::steal<nb::str>(PyUnicode_InternFromString("is_leaf"))),
       leaf_hooks_(nb::steal<nb::str>(PyUnicode_InternFromString("_post_accumulate_grad_hooks"))),
@@ -116,8 +125,11 @@ TensorBridge::TensorBridge(nb::type_object tensor_type, nb::object exchange_api,
   if (!api) throw nb::python_error();
   while (api && api->version.major != dlpack::kMajorVersion) api = api->older;
   if (!api || !api->view_of_object || !api->managed_to_object) return;
-  is_neg_ = type_object_.attr("is_neg");
-  is_conj_ = type_object_.attr("is_conj");
+  is_neg_ = TorchMethod(type_object_.attr("is_neg"));
+  is_conj_ = TorchMethod(type_object_.attr("is_conj"));
+  untyped_storage_ = TorchMethod(type_object_.attr("untyped_storage"));
+  storage_type_ = nb::borrow(nb::object(type_object_().attr("untyped_storage")()).type());
+  data_ptr_ = TorchMethod(storage_type_.attr("data_ptr"));
   api_ = api;
 }
 
@@ -130,72 +142,79 @@ EncodeStatus TensorBridge::describe(PyObject* tensor, TensorSpec& spec, Segment&
   return describe_by_hook(tensor, spec, segment);
 }
 
-bool TensorBridge::flag(const nb::object& method, PyObject* tensor, bool& out) const {
-  PyObject* answer = call_python(method.ptr(), tensor);
+bool TensorBridge::flag(const TorchMethod& method, PyObject* tensor, bool& out) const {
+  PyObject* answer = method(tensor);
   if (!answer) return false;
   out = answer == Py_True;
   Py_DECREF(answer);
   return true;
 }
 
+// Reads the memory last, after its owner, without Python code in between: an earlier description may be of memory that
+// has been freed.
+bool TensorBridge::locate(PyObject* tensor, Located& out) const {
+  out.storage = nb::steal(untyped_storage_(tensor));
+  if (!out.storage.is_valid() || !Py_IS_TYPE(out.storage.ptr(), reinterpret_cast<PyTypeObject*>(storage_type_.ptr())))
+    return false;
+  const Py_ssize_t nbytes = in_python([&] { return PyObject_Size(out.storage.ptr()); });
+  if (nbytes < 0) return false;
+  const nb::object address = nb::steal(data_ptr_(out.storage.ptr()));
+  if (!address.is_valid()) return false;
+  out.begin = reinterpret_cast<std::uintptr_t>(PyLong_AsVoidPtr(address.ptr()));
+  out.nbytes = static_cast<std::size_t>(nbytes);
+  return api_->view_of_object(tensor, &out.view) == 0;
+}
+
+// In the calls below Python code may run, that of a torch function mode or of a thread that takes the GIL, and give the
+// tensor other memory. So what is read of the memory comes from one `locate`, and must be within the owner.
 EncodeStatus TensorBridge::describe_natively(PyObject* tensor, TensorSpec& spec, Segment& segment, bool& unsure) const {
-  dlpack::Tensor view;
-  if (api_->view_of_object(tensor, &view) != 0) {
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) return EncodeStatus::kError;
-    PyErr_Clear();
-    unsure = true;
-    return EncodeStatus::kNotPlain;
-  }
-  if (view.device.type != dlpack::kCpu || view.ndim > kMaxTensorDims) return EncodeStatus::kNotPlain;
-  if (view.ndim > 0 && (!view.shape || !view.strides)) return EncodeStatus::kNotPlain;
-  spec.dtype = dtype_of_dlpack(view.dtype.code, view.dtype.bits, view.dtype.lanes);
-  if (!spec.dtype) {
-    unsure = true;
-    return EncodeStatus::kNotPlain;
+  bool is_lazy = false;
+  if (!flag(is_neg_, tensor, is_lazy)) return leave_to_hook(unsure);
+  if (is_lazy) return EncodeStatus::kNotPlain;
+  nb::object requires_grad = nb::steal(in_python([&] { return PyObject_GetAttr(tensor, requires_grad_.ptr()); }));
+  if (!requires_grad.is_valid()) return leave_to_hook(unsure);
+  spec.requires_grad = requires_grad.ptr() == Py_True;
+
+  Located found;
+  const dlpack::Tensor& view = found.view;
+  for (spec.dtype = nullptr;;) {
+    if (!locate(tensor, found)) return leave_to_hook(unsure);
+    if (view.device.type != dlpack::kCpu || view.ndim > kMaxTensorDims) return EncodeStatus::kNotPlain;
+    if (view.ndim > 0 && (!view.shape || !view.strides)) return EncodeStatus::kNotPlain;
+    const DType* const dtype = dtype_of_dlpack(view.dtype.code, view.dtype.bits, view.dtype.lanes);
+    if (!dtype) return leave_to_hook(unsure);
+    if (dtype == spec.dtype) break;
+    if (spec.dtype) return leave_to_hook(unsure);  // changed in between
+    spec.dtype = dtype;
+    if (!dtype->is_complex() && !is_ambiguous_to_dlpack(*dtype)) break;
+    if (dtype->is_complex()) {
+      if (!flag(is_conj_, tensor, is_lazy)) return leave_to_hook(unsure);
+      if (is_lazy) return EncodeStatus::kNotPlain;
+    } else {
+      nb::object exact = nb::steal(in_python([&] { return PyObject_GetAttr(tensor, dtype_.ptr()); }));
+      if (!exact.is_valid()) return leave_to_hook(unsure);
+      bool is_byte = false;
+      for (nb::handle known : byte_types_) is_byte |= known.is(exact);
+      if (!is_byte) return leave_to_hook(unsure);
+    }
   }
   spec.ndim = view.ndim;
   for (int i = 0; i < view.ndim; ++i) {
     spec.shape[i] = view.shape[i];
     spec.strides[i] = view.strides[i];
   }
-  const auto address = reinterpret_cast<std::uintptr_t>(view.data) + view.byte_offset;
-  // From here on Python code may run (a torch function mode sees the calls below), so `view` is not valid any more.
-
-  bool is_lazy = false;
-  if (!flag(is_neg_, tensor, is_lazy)) return EncodeStatus::kError;
-  if (!is_lazy && spec.dtype->is_complex() && !flag(is_conj_, tensor, is_lazy)) return EncodeStatus::kError;
-  if (is_lazy) return EncodeStatus::kNotPlain;
-
-  if (is_ambiguous_to_dlpack(*spec.dtype)) {
-    nb::object dtype = nb::steal(in_python([&] { return PyObject_GetAttr(tensor, dtype_.ptr()); }));
-    if (!dtype) return EncodeStatus::kError;
-    bool is_byte = false;
-    for (nb::handle known : byte_types_) is_byte |= known.is(dtype);
-    if (!is_byte) {
-      unsure = true;
-      return EncodeStatus::kNotPlain;
-    }
-  }
-
   std::int64_t numel, span;
   if (!spec.measure(numel, span)) return EncodeStatus::kNotPlain;
   const auto item = static_cast<std::int64_t>(spec.dtype->size());
-  if (span / 2 > numel * item && span > kSmallSpan) {  // mostly holes: the hook makes a dense copy
-    unsure = true;
-    return EncodeStatus::kNotPlain;
-  }
-
-  nb::object requires_grad = nb::steal(in_python([&] { return PyObject_GetAttr(tensor, requires_grad_.ptr()); }));
-  if (!requires_grad) return EncodeStatus::kError;
-  spec.requires_grad = requires_grad.ptr() == Py_True;
-
+  if (span / 2 > numel * item && span > kSmallSpan) return leave_to_hook(unsure);  // mostly holes: it copies densely
   segment = Segment{};
-  if (span > 0) {
-    nb::object storage =
-        nb::steal(in_python([&] { return PyObject_CallMethodNoArgs(tensor, untyped_storage_.ptr()); }));
-    if (!storage) return EncodeStatus::kError;
-    segment = Segment{address, static_cast<std::size_t>(span), std::move(storage)};
-  }
+  if (span <= 0) return EncodeStatus::kOk;
+  const auto address = reinterpret_cast<std::uintptr_t>(view.data) + view.byte_offset;
+  const std::size_t offset = address - found.begin;
+  // Memory of another storage, or a storage that is too small: the hook reads it again, or raises.
+  if (address < found.begin || offset > found.nbytes || static_cast<std::size_t>(span) > found.nbytes - offset)
+    return leave_to_hook(unsure);
+  segment = Segment{address, static_cast<std::size_t>(span), std::move(found.storage)};
   return EncodeStatus::kOk;
 }
 
@@ -328,6 +347,9 @@ int TensorBridge::traverse(visitproc visit, void* arg) const {
   Py_VISIT(is_watched_.ptr());
   Py_VISIT(is_neg_.ptr());
   Py_VISIT(is_conj_.ptr());
+  Py_VISIT(untyped_storage_.ptr());
+  Py_VISIT(storage_type_.ptr());
+  Py_VISIT(data_ptr_.ptr());
   return 0;
 }
 

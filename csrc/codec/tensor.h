@@ -13,6 +13,7 @@
 #include "codec/dtypes.h"
 #include "codec/format.h"
 #include "codec/memory.h"
+#include "codec/torch_method.h"
 
 namespace telegrad::codec {
 
@@ -52,6 +53,14 @@ struct TensorSpec {
   bool set_contiguous();
 };
 
+/// A tensor's memory: its owner with the bounds, and the elements within.
+struct Located {
+  nb::object storage;
+  std::uintptr_t begin = 0;
+  std::size_t nbytes = 0;
+  dlpack::Tensor view;
+};
+
 class TensorBridge {
  public:
   /// `exchange_api`: the capsule, or None. `byte_types`: the torch dtypes that DLPack describes as 8-bit integers (it
@@ -84,7 +93,10 @@ class TensorBridge {
   PyObject* rebuild_plain(const TensorSpec& spec, SegmentMemory memory) const;
   PyObject* rebuild_natively(const TensorSpec& spec, SegmentMemory& memory) const;
   PyObject* rebuild_by_hook(const TensorSpec& spec, SegmentMemory memory) const;
-  bool flag(const nb::object& method, PyObject* tensor, bool& out) const;
+  /// Finds the memory of a tensor: what it fills in is valid until Python code runs. False if the hook must do it,
+  /// perhaps with a Python error set.
+  bool locate(PyObject* tensor, Located& out) const;
+  bool flag(const TorchMethod& method, PyObject* tensor, bool& out) const;
 
   nb::type_object type_object_;
   PyTypeObject* type_;
@@ -92,9 +104,10 @@ class TensorBridge {
   nb::object encode_, decode_;
   nb::tuple byte_types_;
   nb::object parameter_type_;
-  nb::object is_neg_, is_conj_;
+  TorchMethod is_neg_, is_conj_, untyped_storage_, data_ptr_;
+  nb::object storage_type_;
   nb::object watch_cut_, is_watched_;
-  nb::str untyped_storage_, requires_grad_, is_leaf_, leaf_hooks_, dtype_;
+  nb::str requires_grad_, is_leaf_, leaf_hooks_, dtype_;
 };
 
 }  // namespace telegrad::codec

@@ -70,3 +70,35 @@ def same(a, b):
             b.requires_grad,
         ) and bits(a) == bits(b)
     return a == b
+
+
+class Replacer(torch.overrides.TorchFunctionMode):
+    """Another thread's `tensor.data = ...`, between any two calls of torch.
+
+    Args:
+        tensor: The tensor.
+        calls: Numbers of the calls after which it gets other memory.
+    """
+
+    def __init__(self, tensor, calls):
+        super().__init__()
+        self.tensor, self.calls, self.called = tensor, calls, 0
+        self.before = []  # keeps the memory, so that addresses differ
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.Tensor.data.__set__:
+            self.called += 1
+            if self.called in self.calls:
+                self.before.append(self.tensor.untyped_storage())
+                self.tensor.data = torch.full_like(self.tensor, len(self.before) + 1.0)
+        return result
+
+
+def is_within(address, nbytes, storage):
+    return storage.data_ptr() <= address <= address + nbytes <= storage.data_ptr() + storage.nbytes()
+
+
+def resized(tensor, nbytes):
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor

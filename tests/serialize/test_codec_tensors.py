@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serialize_helpers import carry_segments, codec_pair, received, same, slow_codec
+from serialize_helpers import Replacer, carry_segments, codec_pair, is_within, received, resized, same, slow_codec
 
+from telegrad.errors import SerializationError
 from telegrad.serialize.tensor_layout import DTYPE_OF_CODE, make_codec
 
 DTYPES = list(DTYPE_OF_CODE.values())
@@ -259,3 +260,45 @@ def test_a_function_mode_that_changes_the_list_is_noticed():
 
     with Mode(), pytest.raises(RuntimeError, match="changed size"):
         slow_codec().encode(victim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.complex64], ids=str)
+def test_a_segment_is_memory_of_its_owner_while_another_thread_replaces_it(codec, dtype):
+    for call in range(1, 40):
+        tensor = torch.ones(1000, dtype=dtype)
+        with Replacer(tensor, [call]) as mode:
+            [(address, nbytes, owner)] = codec.encode(tensor)[1]
+        assert nbytes == 1000 * dtype.itemsize
+        assert is_within(address, nbytes, owner), call
+        if mode.called < call:
+            return
+    raise AssertionError("the last call was not reached")
+
+
+def test_memory_that_is_replaced_all_the_time_is_refused(codec):
+    tensor = torch.ones(1000)
+    with Replacer(tensor, range(1000)), pytest.raises(SerializationError, match="another thread replaces its memory"):
+        codec.encode(tensor)
+
+
+SMALLER = {
+    "freed": (lambda: resized(torch.ones(3), 0), "0 of 12 bytes"),
+    "freed, large": (lambda: resized(torch.ones(3000), 0), "0 of 12000 bytes"),
+    "shrunk": (lambda: resized(torch.ones(2048), 4096), "4096 of 8192 bytes"),
+    "the end of a shrunk one": (lambda: resized(torch.ones(20)[10:], 40), "40 of 80 bytes"),
+    "column": (lambda: resized(torch.ones(1000, 100)[:, 3], 4096), "4096 of 399616 bytes"),
+    "bytes": (lambda: resized(torch.ones(9, dtype=torch.uint8), 8), "8 of 9 bytes"),
+    "without memory": (lambda: torch._efficientzerotensor(3), "0 of 12 bytes"),
+}
+
+
+@pytest.mark.parametrize(("make", "text"), SMALLER.values(), ids=SMALLER)
+def test_a_tensor_larger_than_its_storage_is_refused(codec, make, text):
+    for value in (make(), [torch.ones(2), make()]):
+        with pytest.raises(SerializationError, match=rf"its storage has {text}"):
+            codec.encode(value)
+
+
+def test_without_elements_a_storage_may_be_empty(codec):
+    assert codec_pair(resized(torch.ones(3)[3:], 0), codec).shape == (0,)
+    assert codec_pair(resized(torch.ones(0, 3), 0), codec).shape == (0, 3)

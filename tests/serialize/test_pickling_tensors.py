@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serialize_helpers import bits, pickle_pair, same
+from serialize_helpers import Replacer, bits, is_within, pickle_pair, resized, same
 
 from telegrad.errors import SerializationError
-from telegrad.serialize.pickling import dumps
+from telegrad.serialize.pickling import Serializer, dumps
 from telegrad.serialize.tensor_layout import DTYPE_OF_CODE
 
 
@@ -321,3 +321,44 @@ def test_a_script_function_without_a_name_is_refused():
 def test_other_devices_are_refused():
     with pytest.raises(RuntimeError, match="only supports CPU tensors by default"):
         dumps(torch.ones(1, device="cuda"))
+
+
+SMALLER = {
+    "plain": lambda: resized(torch.ones(3000), 0),
+    "parameter": lambda: resized(torch.nn.Parameter(torch.ones(3000)), 0),
+    "without memory": lambda: torch._efficientzerotensor(3),
+    "conjugated": lambda: resized(torch.ones(3000, dtype=torch.complex64).conj(), 0),
+    "negated": lambda: resized(torch.ones(3000, dtype=torch.complex64).conj().imag, 0),
+    "quantized": lambda: resized(torch.quantize_per_tensor(torch.ones(3000), 0.1, 0, torch.quint8), 0),
+    "bits8": lambda: resized(torch.empty(3000, dtype=torch.bits8), 0),
+    "values": lambda: torch.sparse_coo_tensor(torch.zeros(1, 3000).long(), resized(torch.ones(3000), 0), (1,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("make", SMALLER.values(), ids=SMALLER)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_tensor_larger_than_its_storage_is_refused(make, recorded):
+    tensor = make()
+    if recorded and tensor.is_floating_point():
+        tensor = tensor.requires_grad_()
+    for value in (tensor, {"a": [tensor, tensor]}, (torch.ones(3), tensor)):
+        with pytest.raises(SerializationError, match=r"its storage has 0 of \d+ bytes"):
+            Serializer().dumps(value, recorded=[] if recorded else None)
+    size = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
+    assert size in (0, 12), "the sender's storage stays as it is"
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("second", [slice(500), slice(0, 1000), slice(600, 900)], ids=str)
+def test_segments_are_memory_of_their_owners_while_another_thread_replaces_it(second, recorded):
+    for call in range(1, 80):
+        tensor = torch.ones(1000)
+        values = [tensor, tensor[second]] if not recorded else [tensor.requires_grad_(), torch.ones(3)]
+        with Replacer(tensor, [call]) as mode:
+            _, segments = Serializer().dumps(values, recorded=[] if recorded else None)
+        for address, nbytes, (storage, *_) in segments:
+            assert is_within(address, nbytes, storage), call
+        if mode.called < call:
+            return
+    raise AssertionError("the last call was not reached")

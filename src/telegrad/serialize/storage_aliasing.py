@@ -5,6 +5,7 @@ For this the tensors of each storage are grouped into *alias sets*: disjoint int
 segment. Alias sets of one storage may be sent separately, because writes to one are not visible in another.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
@@ -16,8 +17,8 @@ from telegrad.serialize.tensor_layout import (
     CODE_OF_DTYPE,
     DTYPE_OF_CODE,
     Buffer,
-    encode_tensor,
-    span_of,
+    TensorMemory,
+    memory_of,
     storage_over,
 )
 
@@ -43,10 +44,19 @@ class TensorSlot(NamedTuple):
 class _Member(NamedTuple):
     """Tensor of an alias set."""
 
-    begin: int  # address of the first element
-    end: int  # address past the last one
     number: int  # index among the message's tensors
     tensor: torch.Tensor
+    memory: TensorMemory
+
+    @property
+    def begin(self) -> int:
+        """Address of the first element."""
+        return self.memory.address
+
+    @property
+    def end(self) -> int:
+        """Address past the last element."""
+        return self.memory.address + self.memory.nbytes
 
 
 def place(tensors: Sequence[torch.Tensor], *, recorded: bool = False) -> tuple[list[TensorSlot], list[Segment]]:
@@ -59,19 +69,22 @@ def place(tensors: Sequence[torch.Tensor], *, recorded: bool = False) -> tuple[l
 
     Returns:
         A place for each tensor, and the segments.
+
+    Raises:
+        SerializationError: A tensor does not have the memory of its elements.
     """
     places: dict[int, TensorSlot] = {}
     segments: list[Segment] = []
     by_storage: dict[int, list[_Member]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
-        nbytes = span_of(tuple(tensor.shape), tensor.stride(), tensor.element_size())
-        if nbytes and recorded and tensor.requires_grad:
-            _send_separately([_Member(0, nbytes, index, tensor)], places, segments)
-        elif nbytes:
-            begin = tensor.data_ptr()
-            by_storage[tensor.untyped_storage().data_ptr()].append(_Member(begin, begin + nbytes, index, tensor))
+        memory = memory_of(tensor)
+        member = _Member(index, tensor, memory)
+        if not memory.nbytes:
+            places[index] = _placed(member, memory, NO_MEMORY, 0)
+        elif recorded and tensor.requires_grad:
+            _send_separately([member], places, segments)
         else:
-            places[index] = _placed(tensor, tensor.stride(), NO_MEMORY, 0)
+            by_storage[memory.address - memory.offset].append(member)
     for base, members in by_storage.items():
         for island in _alias_sets(members):
             _send_alias_set(island, base, places, segments)
@@ -109,10 +122,11 @@ def restore(places: Sequence[TensorSlot], segments: Sequence[Buffer], *, recorde
     return tensors
 
 
-def _placed(tensor: torch.Tensor, strides: tuple[int, ...], segment: int, offset: int) -> TensorSlot:
-    code = CODE_OF_DTYPE[tensor.dtype]
+def _placed(member: _Member, memory: TensorMemory, segment: int, offset: int) -> TensorSlot:
+    tensor = member.tensor
     graph_cut = tensor.requires_grad and (not tensor.is_leaf or is_watched(tensor))
-    return TensorSlot(code, tensor.requires_grad, tuple(tensor.shape), tuple(strides), segment, offset, graph_cut)
+    code = CODE_OF_DTYPE[memory.dtype]
+    return TensorSlot(code, tensor.requires_grad, memory.shape, memory.strides, segment, offset, graph_cut)
 
 
 def _alias_sets(members: list[_Member]) -> list[list[_Member]]:
@@ -128,30 +142,28 @@ def _alias_sets(members: list[_Member]) -> list[list[_Member]]:
 
 
 def _send_alias_set(island: list[_Member], base: int, places: dict[int, TensorSlot], segments: list[Segment]) -> None:
-    if len({(m.begin, m.tensor.dtype, m.tensor.shape, m.tensor.stride()) for m in island}) == 1:
+    if len({(m.begin, m.memory.dtype, m.memory.shape, m.memory.strides) for m in island}) == 1:
         _send_separately(island, places, segments)
         return
     begin = base + (island[0].begin - base) // LARGEST_ELEMENT * LARGEST_ELEMENT
     nbytes = max(member.end for member in island) - begin
-    useful = sum(member.tensor.nbytes for member in island)
+    useful = sum(math.prod(member.memory.shape) * member.memory.dtype.itemsize for member in island)
     if nbytes > 2 * useful and not _share_elements(island):  # for example columns of a matrix
         for member in island:
             _send_separately([member], places, segments)
         return
     for member in island:
-        offset = (member.begin - begin) // member.tensor.element_size()
-        places[member.number] = _placed(member.tensor, member.tensor.stride(), len(segments), offset)
-    segments.append((begin, nbytes, _owner(island[0].tensor.untyped_storage(), island)))
+        offset = (member.begin - begin) // member.memory.dtype.itemsize
+        places[member.number] = _placed(member, member.memory, len(segments), offset)
+    segments.append((begin, nbytes, _owner(island[0].memory.storage, island)))
 
 
 def _send_separately(island: list[_Member], places: dict[int, TensorSlot], segments: list[Segment]) -> None:
     """Add a segment for one tensor, or for several with the same elements in order."""
-    described = encode_tensor(island[0].tensor)
-    assert described is not None, "only plain tensors get here"
-    _, _, _, strides, address, nbytes, owner = described
+    memory = island[0].memory.dense()
     for member in island:
-        places[member.number] = _placed(member.tensor, strides, len(segments), 0)
-    segments.append((address, nbytes, _owner(owner, island)))
+        places[member.number] = _placed(member, memory, len(segments), 0)
+    segments.append((memory.address, memory.nbytes, _owner(memory.storage, island)))
 
 
 def _owner(storage: object, members: list[_Member]) -> tuple[object, ...]:
@@ -167,15 +179,16 @@ def _share_elements(island: list[_Member]) -> bool:
 
     The intervals of the tensors overlap, but their elements may be disjoint.
     """
-    sizes = {member.tensor.element_size() for member in island}
+    sizes = {member.memory.dtype.itemsize for member in island}
     if len(sizes) > 1:
         return True  # assumed: comparing elements of different sizes is not worth the cost
     addresses = []
     for member in island:
+        _, shape, strides, *_ = memory = member.memory
         offsets = torch.zeros(1, dtype=torch.int64)
-        for size, stride in zip(member.tensor.shape, member.tensor.stride(), strict=True):
+        for size, stride in zip(shape, strides, strict=True):
             if stride:  # an expanded dimension visits the same elements again
-                offsets = (offsets[:, None] + torch.arange(size) * (stride * member.tensor.element_size())).flatten()
+                offsets = (offsets[:, None] + torch.arange(size) * (stride * memory.dtype.itemsize)).flatten()
         addresses.append(torch.unique(offsets) + (member.begin - island[0].begin))
     every = torch.cat(addresses)
     return bool(torch.unique(every).numel() < every.numel())

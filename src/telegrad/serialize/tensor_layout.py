@@ -4,13 +4,14 @@ If torch provides its C function table (`torch.Tensor.__dlpack_c_exchange_api__`
 this module only for tensors that the table does not support. On an older torch this module handles every tensor.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from telegrad import _core
-from telegrad.errors import Overloaded
+from telegrad.errors import Overloaded, SerializationError
 from telegrad.serialize.cut_graphs import is_watched, watch_cut
 
 Buffer: TypeAlias = Any  # object with a writable buffer; from Python 3.12 on this is collections.abc.Buffer
@@ -62,6 +63,75 @@ def is_of_transform(tensor: torch.Tensor) -> bool:
     return any(check(tensor) for check in _transform_checks)
 
 
+class TensorMemory(NamedTuple):
+    """The memory of a strided CPU tensor at one moment: within `storage`, which keeps it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    address: int  # of the first element
+    nbytes: int  # from the first element to past the last one
+    storage: torch.UntypedStorage
+    offset: int  # bytes of the storage before the first element
+
+    def view(self) -> torch.Tensor:
+        """Return a tensor over this memory, whatever memory the tensor gets meanwhile."""
+        first = self.offset // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype, device="cpu").set_(self.storage, first, self.shape, self.strides)
+
+    def dense(self) -> "TensorMemory":
+        """Return a dense copy if the elements span more than twice their size and SMALL_SPAN; else itself."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        if self.nbytes <= max(2 * size, SMALL_SPAN):
+            return self
+        return memory_of(self.view().clone(memory_format=torch.contiguous_format))
+
+
+_ATTEMPTS = 16  # of which one suffices, unless another thread replaces the memory between two steps of this one
+
+
+def memory_of(tensor: torch.Tensor) -> TensorMemory:
+    """Find the memory of a strided CPU tensor.
+
+    Another thread may replace the memory meanwhile (`tensor.data = other`), which frees it if this was its last tensor.
+    So the storage is held before the address is used, and the address must be within the storage.
+
+    Raises:
+        SerializationError: The storage is smaller than the tensor, or its memory is replaced all the time.
+    """
+    why = "another thread replaces its memory (by `tensor.data = ...` or `set_`) while it is sent. Send a copy of it."
+    for _ in range(_ATTEMPTS):
+        before = dtype, shape, strides, address = _elements_of(tensor)
+        offset = tensor.storage_offset() * dtype.itemsize
+        storage = tensor.untyped_storage()
+        if _elements_of(tensor) != before:
+            continue
+        nbytes = span_of(shape, strides, dtype.itemsize)
+        base, size = _bounds_of(storage)
+        if nbytes == 0 or base <= address <= base + size - nbytes:
+            return TensorMemory(dtype, shape, strides, address, nbytes, storage, address - base if nbytes else 0)
+        if size < offset + nbytes:
+            why = (
+                f"its storage has {size} of {offset + nbytes} bytes. The storage was made smaller (by"
+                " `untyped_storage().resize_`, as FSDP frees its parameters), or the tensor never had memory: restore"
+                " it before the call, or send a tensor with memory."
+            )
+    raise SerializationError(f"cannot send a tensor of shape {tuple(tensor.shape)}: {why}")
+
+
+def _elements_of(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr()
+
+
+def _bounds_of(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Return address and size of the memory of a storage; nothing if torch allocated none."""
+    try:
+        address = storage.data_ptr()
+    except RuntimeError:  # of a tensor of zeros without memory
+        return 0, 0
+    return address, storage.nbytes() if address else 0
+
+
 def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
     """Return the bytes from the first element to past the last one."""
     if 0 in shape:
@@ -76,22 +146,16 @@ def encode_tensor(tensor: torch.Tensor) -> Described | None:
 
     Raises:
         RuntimeError: It belongs to a transform of torch.func.
+        SerializationError: It does not have the memory of its elements.
     """
     if is_of_transform(tensor):
         raise RuntimeError(IN_TRANSFORM)
     if not is_plain(tensor):
         return None
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    itemsize = tensor.element_size()
-    nbytes = span_of(shape, strides, itemsize)
-    dense = tensor
-    if nbytes > max(2 * tensor.numel() * itemsize, SMALL_SPAN):
-        dense = tensor.detach().clone(memory_format=torch.contiguous_format)
-        strides = dense.stride()
-        nbytes = dense.numel() * itemsize
-    code = CODE_OF_DTYPE[tensor.dtype]
+    memory = memory_of(tensor).dense()
+    code = CODE_OF_DTYPE[memory.dtype]
     # The owner is the storage, not the tensor: it survives `tensor.data = other` while the message is in flight.
-    return code, tensor.requires_grad, shape, strides, dense.data_ptr(), nbytes, dense.untyped_storage()
+    return code, tensor.requires_grad, memory.shape, memory.strides, memory.address, memory.nbytes, memory.storage
 
 
 def decode_tensor(meta: Meta, segment: Buffer | None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from telegrad.errors import DeviceNotMapped, SerializationError
-from telegrad.serialize.tensor_layout import span_of
+from telegrad.serialize.tensor_layout import memory_of
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -28,6 +28,7 @@ def reduce_special_tensor(tensor: torch.Tensor) -> Reduced:
     if tensor.device.type not in ("cpu", "meta"):
         raise DeviceNotMapped(CPU_ONLY.format(tensor.device))
     if tensor.layout is torch.strided and not tensor.is_nested and (tensor.is_conj() or tensor.is_neg()):
+        memory_of(tensor)  # torch would read past the end of a storage that is too small
         # Materialize lazy conjugation and negation.
         plain = tensor.detach().resolve_conj().resolve_neg()
         return (_require_grad, (plain,)) if tensor.requires_grad else (_as_is, (plain,))
@@ -78,11 +79,9 @@ def reduce_subclass(tensor: torch.Tensor) -> Reduced:
 
 def _reduce_by_bytes(tensor: torch.Tensor) -> Reduced:
     """Reduce a tensor to a view of bytes: for element types without a code."""
-    storage, item = tensor.untyped_storage(), tensor.element_size()
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    nbytes = span_of(shape, strides, item)
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage, tensor.storage_offset() * item, (nbytes,), (1,))
-    return _view_bytes, (flat, tensor.dtype, shape, strides)
+    memory = memory_of(tensor)
+    flat = torch.empty(0, dtype=torch.uint8).set_(memory.storage, memory.offset, (memory.nbytes,), (1,))
+    return _view_bytes, (flat, memory.dtype, memory.shape, memory.strides)
 
 
 def _reduce_sparse(tensor: torch.Tensor) -> Reduced:
@@ -109,6 +108,7 @@ def _reduce_quantized(tensor: torch.Tensor) -> Reduced:
 
     Torch's own reduction would warn on the receiver about a deprecated class that torch itself uses.
     """
+    memory_of(tensor)  # torch would read past the end of a storage that is too small
     if tensor.qscheme() in _PER_TENSOR:
         return torch._make_per_tensor_quantized_tensor, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
     scales, zeros, axis = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.q_per_channel_axis()
