@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from telegrad import rpc
 from telegrad.errors import RemoteError, RpcTimeout, SerializationError, StreamError, UnknownWorker, WorkerLost
@@ -350,3 +351,16 @@ def test_a_call_of_a_generator_function_names_rpc_stream(name: str) -> None:
         getattr(owned.rpc_sync(), name)()
     with pytest.raises(SerializationError, match=r"rpc\.stream"):
         rpc.rpc_sync("w1", len, (getattr(Corpus(), name)(),))
+
+
+def freed_item() -> Iterator[Any]:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    yield 1
+    yield [tensor]
+
+
+def test_an_item_without_its_memory_is_refused() -> None:
+    items = rpc.stream("w1", freed_item)
+    with pytest.raises(SerializationError, match="its storage has 0 of 12 bytes"):
+        list(items)

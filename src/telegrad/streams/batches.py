@@ -125,12 +125,15 @@ class _Copier:
 
 
 def _is_small(tensor: Tensor) -> bool:
+    """Return whether a tensor may be copied, and cheaply: with the memory of its elements."""
     return (
         tensor.layout is torch.strided
         and tensor.nbytes <= _SMALL
         and not tensor.requires_grad
         and tensor.device.type == "cpu"
         and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.element_size() + tensor.nbytes
+        and not (tensor.nbytes and tensor.data_ptr() == 0)
     )
 
 
