@@ -229,6 +229,13 @@ def test_quantized():
     assert arrived.q_scale() == tensor.q_scale()
 
 
+def test_layouts_without_a_reduction_are_refused():
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no other layout")
+    with pytest.raises(SerializationError, match=r"layout torch._mkldnn: send its `to_dense\(\)`"):
+        dumps(torch.ones(2, 3).to_mkldnn())
+
+
 def test_meta():
     arrived = pair(torch.empty(2, 3, device="meta", requires_grad=True))
     assert (arrived.device.type, arrived.shape, arrived.requires_grad) == ("meta", (2, 3), True)

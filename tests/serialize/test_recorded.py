@@ -8,6 +8,7 @@ import torch
 from serialize_helpers import carry_segments
 from torch import Tensor, nn
 
+from telegrad.errors import SerializationError
 from telegrad.serialize.pickling import Serializer
 
 
@@ -123,3 +124,56 @@ def test_wrapper_must_return_as_many_tensors(how: str) -> None:
         send((leaf(1), leaf(1)), how, lambda tensors: tensors[:1])
     with pytest.raises(KeyError, match="own"):
         send((leaf(1),), how, lambda _: {}["own"])
+
+
+class Wrapper(Tensor):
+    """Subclass with its own dispatch, as of torchao or DTensor."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*(each.inner if isinstance(each, Wrapper) else each for each in args), **(kwargs or {}))
+        return Wrapper(found)
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return Wrapper, (self.inner,)
+
+
+class Reduced(Tensor):
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return reduced, (self.detach().as_subclass(Tensor),)
+
+
+def reduced(plain: Tensor) -> Tensor:
+    return plain.as_subclass(Reduced)
+
+
+OWN = {"dispatch": lambda: Wrapper(torch.ones(2)), "reduction": lambda: torch.ones(2).as_subclass(Reduced)}
+
+
+@pytest.mark.parametrize("make", OWN.values(), ids=OWN)
+def test_a_subclass_whose_gradient_would_be_lost_is_refused(make: Any) -> None:
+    tensor = make().requires_grad_()
+    kind = type(tensor).__name__
+    text = rf"a {kind} that requires grad .* Send its parts.* \(at value\['a'\]\[1\], of type \S+\.{kind}\)"
+    with pytest.raises(SerializationError, match=text):
+        send({"a": [leaf(2), tensor]}, "pickle")
+    Serializer().dumps(tensor)  # not recorded
+    told, _ = send((make(), leaf(2)), "pickle")
+    assert len(told) == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_nested_tensor_that_requires_grad_is_refused() -> None:
+    tensor = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    send([tensor, {0}], "pickle")
+    with pytest.raises(SerializationError, match=r"a nested tensor that requires grad .* `unbind\(\)`.*at value\[0\]"):
+        send([tensor.requires_grad_(), {0}], "pickle")

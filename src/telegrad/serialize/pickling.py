@@ -36,6 +36,8 @@ from telegrad.serialize.plain_data import PlainData
 from telegrad.serialize.storage_aliasing import Segment, TensorSlot, place, restore
 from telegrad.serialize.tensor_layout import MAX_OBJECTS, Body, Buffer, is_plain, make_codec
 from telegrad.serialize.torch_types import (
+    NO_GRADIENT,
+    NO_NESTED_GRADIENT,
     REDUCERS,
     is_plain_subclass,
     reduce_parameter,
@@ -244,6 +246,8 @@ class _Outgoing:
             return None
         if type(obj) is not torch.Tensor and id(obj) not in self.bare:
             return None
+        if obj.is_nested:
+            raise SerializationError(NO_NESTED_GRADIENT)
         self.specials.append(obj)
         return -len(self.specials)
 
@@ -271,7 +275,9 @@ class _Outgoing:
 
     def _can_pickle(self, value: object) -> bool:
         try:
-            Pickler(_Outgoing(self.serializer, out_of_band=False), io.BytesIO(), None).dump(value)
+            probe = _Outgoing(self.serializer, out_of_band=False)
+            probe.specials, probe.bare = None if self.specials is None else [], self.bare
+            Pickler(probe, io.BytesIO(), None).dump(value)
         except Exception:
             return False
         return True
@@ -306,8 +312,11 @@ class Pickler(ByValuePickler):
                 return _tensor, (special,)
             reduced = super().reducer_override(obj)
             return reduce_parameter(obj) if reduced is NotImplemented else reduced
-        if self.message.specials is not None and isinstance(obj, torch.Tensor) and is_plain_subclass(obj):
-            return reduce_subclass(obj)
+        if self.message.specials is not None and isinstance(obj, torch.Tensor) and obj.requires_grad:
+            if is_plain_subclass(obj):
+                return reduce_subclass(obj)
+            if not isinstance(obj, torch.nn.Parameter):  # parameters of a module belong to its copy
+                raise SerializationError(NO_GRADIENT.format(kind.__qualname__))
         if isinstance(obj, torch.jit.ScriptModule):
             return reduce_script_module(obj)
         return super().reducer_override(obj)

@@ -19,6 +19,19 @@ CPU_ONLY = (
     " Found a tensor on device: {}"
 )
 
+NO_GRADIENT = (
+    "a {} that requires grad cannot be sent where calls are recorded for a backward pass: its class has its own"
+    " dispatch or reduction, and its gradient would not come back. Send its parts, which are plain tensors, and make it"
+    " of them on the other worker, as functions given to rpc.register_type can; or send it detached."
+)
+NO_NESTED_GRADIENT = (
+    "a nested tensor that requires grad cannot be sent where calls are recorded for a backward pass: its gradient would"
+    " not come back. Send its parts, as of `unbind()`, and make it of them on the other worker; or send it detached."
+)
+NO_LAYOUT = "cannot send a tensor of layout {}: send its `to_dense()`."
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 def reduce_special_tensor(tensor: torch.Tensor) -> Reduced:
     """Reduce a tensor that is more than elements in CPU memory.
@@ -34,9 +47,11 @@ def reduce_special_tensor(tensor: torch.Tensor) -> Reduced:
         return (_require_grad, (plain,)) if tensor.requires_grad else (_as_is, (plain,))
     if tensor.layout is torch.strided and tensor.device.type == "cpu" and not (tensor.is_nested or tensor.is_quantized):
         return _reduce_by_bytes(tensor)
+    if tensor.layout not in (torch.strided, *_SPARSE):
+        raise SerializationError(NO_LAYOUT.format(tensor.layout))
     if tensor.requires_grad and (tensor.layout is not torch.strided or tensor.is_nested):
         return _require_grad, (tensor.detach(),)  # torch's own reduction would lose it
-    if tensor.layout is not torch.strided and tensor.device.type == "cpu" and not tensor.is_nested:
+    if tensor.layout in _SPARSE and tensor.device.type == "cpu" and not tensor.is_nested:
         return _reduce_sparse(tensor)
     if tensor.is_quantized and tensor.dtype in _QUANTIZED and tensor.qscheme() in _SCHEMES:
         return _reduce_quantized(tensor)
