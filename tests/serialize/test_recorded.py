@@ -1,7 +1,8 @@
 """Recorded tensors: listed by the sender, replaced in order by the receiver."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -177,3 +178,24 @@ def test_a_nested_tensor_that_requires_grad_is_refused() -> None:
     send([tensor, {0}], "pickle")
     with pytest.raises(SerializationError, match=r"a nested tensor that requires grad .* `unbind\(\)`.*at value\[0\]"):
         send([tensor.requires_grad_(), {0}], "pickle")
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Row(list[Any]): ...
+
+
+@pytest.mark.parametrize("make", [Pair, lambda *each: OrderedDict(enumerate(each)), lambda *each: Row(each)])
+def test_parameters_in_subclasses_of_containers_get_gradients(make: Any) -> None:
+    p, x = nn.Parameter(torch.ones(2)), leaf(2)
+    wrap = Wrap()
+    told, arrived = send(make(p, x), "pickle", wrap)
+    assert sorted(map(id, told)) == sorted(map(id, (p, x)))
+    assert type(arrived) is type(make(p, x))
+    assert len(wrap.given[0]) == 2
+    first = arrived.left if isinstance(arrived, Pair) else arrived[0]
+    assert type(first) is Tensor
+    assert torch.equal(first, p)

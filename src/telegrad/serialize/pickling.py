@@ -134,16 +134,17 @@ class Serializer:
             value: The value to send.
             name: Name of the value in error texts; for a tuple, the names of its items.
             recorded: Gets the tensors that require grad, in the order in which `loads` wraps them. Parameters are
-                included if only tuples, lists and dicts contain them. A tensor of a subclass is included as a plain
-                tensor.
+                included if only tuples, lists and dicts contain them, or subclasses of these. A tensor of a subclass
+                is included as a plain tensor.
 
         Returns:
             The body, and the segments as (address, size in bytes, owner). A segment must not be read after its owner
             is dropped.
 
         Raises:
-            SerializationError: Part of `value` cannot be pickled; the text names it. The error is also of the type
-                that pickle raised, such as TypeError. Exceptions of the value's own methods are passed on.
+            SerializationError: Part of `value` cannot be pickled, or in a recorded message it cannot be sent with its
+                gradient; the text names it. The error is also of the type that pickle raised, such as TypeError.
+                Exceptions of the value's own methods are passed on.
         """
         message = _Outgoing(self)
         if recorded is not None:
@@ -401,18 +402,20 @@ class Unpickler(unpickling.Unpickler):
 
 
 def bare_parameters(value: object) -> frozenset[int]:
-    """Return the ids of parameters that only tuples, lists and dicts contain."""
+    """Return the ids of parameters that only tuples, lists and dicts contain.
+
+    Subclasses of these count as well.
+    """
     found: set[int] = set()
     seen: set[int] = set()
     left: list[Any] = [value]
     while left:
         item = left.pop()
-        kind = type(item)
-        if kind is torch.nn.Parameter:
+        if type(item) is torch.nn.Parameter:
             found.add(id(item))
-        elif kind in (tuple, list, dict) and id(item) not in seen:
+        elif isinstance(item, (tuple, list, dict)) and id(item) not in seen:
             seen.add(id(item))
-            left += item.values() if kind is dict else item
+            left += item.values() if isinstance(item, dict) else item
     return frozenset(found)
 
 
