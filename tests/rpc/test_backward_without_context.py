@@ -1,6 +1,7 @@
 """Warnings of `loss.backward()` over received tensors without an autograd context."""
 
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,14 @@ def relay_in_parts(x: Tensor) -> dict[str, Any]:
     return rpc.rpc_sync("w0", forward_in_parts, (x,))
 
 
+GATE = threading.Event()
+
+
+def hold(function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    assert GATE.wait(20)
+    return function(x)
+
+
 def weight() -> Tensor:
     return WEIGHT
 
@@ -44,6 +53,7 @@ def step(y: Tensor) -> None:
 @pytest.fixture(autouse=True)
 def warn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cut_graphs, "_said", False)
+    GATE.clear()
 
 
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -104,3 +114,16 @@ def test_watched_tensors_can_be_sent_and_saved(tmp_path: Any) -> None:
         torch.save(y, tmp_path / "y")
         assert torch.equal(rpc.rpc_sync("w1", forward, (y,)), y)
         assert torch.equal(y.clone(), y)
+
+
+@pytest.mark.parametrize("function", [forward, forward_in_parts])
+def test_a_reply_after_the_end_of_its_context_warns(function: Any) -> None:
+    with autograd.context():
+        future = rpc.rpc_async("w1", hold, (function, torch.ones(3)))
+    GATE.set()
+    value = future.wait()
+    y = value["y"] if isinstance(value, dict) else value
+    assert (y.is_leaf, y.requires_grad) == (True, True)
+    with pytest.warns(UserWarning, match="that worker trains nothing"):
+        y.sum().backward()
+    assert y.grad.tolist() == [1, 1, 1]

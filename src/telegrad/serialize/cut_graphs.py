@@ -2,7 +2,7 @@
 
 Outside of an autograd context a tensor that requires grad arrives as a leaf. If it is the result of a graph on the
 sender, `loss.backward()` fills the leaf's `.grad` on the receiver and never reaches that graph. So the sender trains
-nothing.
+nothing. A reply that arrives after its context has ended counts as received outside of one.
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 
 import telegrad
 
-__all__ = ["is_watched", "watch_cut"]
+__all__ = ["cut_graphs", "is_watched", "watch_cut"]
 
 TEXT = (
     "The gradient of a tensor that came from another worker has ended here, in its .grad: it was received outside of an"
@@ -35,6 +35,14 @@ def watch_cut(tensor: torch.Tensor) -> None:
     """
     if not _said:
         tensor.register_post_accumulate_grad_hook(_warn)  # type: ignore[no-untyped-call]
+
+
+def cut_graphs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Make the tensors of a recorded message watched leaves: its context has ended here."""
+    for tensor in tensors:
+        tensor.requires_grad_(True)
+        watch_cut(tensor)
+    return tensors
 
 
 def is_watched(tensor: torch.Tensor) -> bool:

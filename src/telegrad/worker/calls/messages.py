@@ -19,6 +19,7 @@ from torch import Tensor
 
 from telegrad.errors import DeviceNotMapped, PickleRefused, RRefNotPicklable, SerializationError
 from telegrad.protocols.rref import RRefId, Ticket, TicketKind
+from telegrad.serialize.cut_graphs import cut_graphs
 from telegrad.serialize.pickling import Serializer, Wrap
 from telegrad.serialize.program_pickler import BodyPickler, ByPickler, dump_by_pickler, load_by_pickler
 from telegrad.serialize.tensor_layout import Body, Buffer
@@ -403,6 +404,8 @@ class Messages:
             )
             if context is not None and message:
                 wrap = recorder.wrap(context, peer, message)
+            elif message and not request:  # the program has left the context
+                wrap = cut_graphs
         return CallMetadata(
             handles, None if target is None else RRefId(*target), autocast, context, wrap, chain, profile
         )
