@@ -513,6 +513,9 @@ class RemoteError(TelegradError):
         original_type: Name of the original type, with its module.
         remote_traceback: Traceback of the callee, as Python prints it.
 
+    If the original has an attribute of one of these names, ``error.worker`` for example is the original's. The
+    ``__cause__`` always has all four: ``error.__cause__.worker`` is the callee.
+
     Example::
 
         try:

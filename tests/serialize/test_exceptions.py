@@ -115,6 +115,27 @@ def test_attributes_arrive() -> None:
     assert (custom.code, custom.hint) == (7, "x")
 
 
+class OfAJob(Exception):
+    original_type = "of the class"
+
+    def __init__(self, worker: str) -> None:
+        super().__init__(f"{worker} failed")
+        self.worker = worker
+        self.worker_id = 7
+
+
+def test_attributes_of_the_original_win() -> None:
+    for arrived, callee in ((sent(OfAJob("gpu-7")), HERE), (sent(sent(OfAJob("gpu-7")), FURTHER), FURTHER)):
+        assert isinstance(arrived, OfAJob)
+        assert isinstance(arrived, RemoteError)
+        assert (arrived.worker, arrived.worker_id, arrived.original_type) == ("gpu-7", 7, "of the class")
+        assert "raise error" in arrived.remote_traceback
+        cause: Any = arrived.__cause__
+        assert (cause.worker, cause.worker_id) == (callee.name, callee.id)
+        assert cause.original_type.endswith("OfAJob")
+        assert cause.remote_traceback == arrived.remote_traceback
+
+
 @pytest.fixture
 def drop_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed.rpc", ModuleType("telegrad.compat.rpc"))

@@ -221,19 +221,22 @@ def unpack_exception(data: Body, gate: PickleGate = OPEN) -> BaseException:
     exc, note, text = _made_again(packed, gate)
     exc.__dict__.pop(TRACEBACK, None)
     facts = exc.__dict__  # written directly, because the class may not allow setting attributes
-    facts |= {
-        "worker": packed.worker,
-        "worker_id": packed.worker_id,
-        "original_type": packed.type_name,
-        "remote_traceback": packed.traceback,
-        _ORIGIN: packed,
-    }
+    cause = RemoteTraceback(packed.worker, packed.worker_id, packed.traceback, packed.type_name)
+    for name in ("worker", "worker_id", "original_type", "remote_traceback"):
+        if not _has_attribute(exc, name):
+            facts[name] = getattr(cause, name)
+    facts[_ORIGIN] = packed
     if is_drop_in():
         facts[TEXT] = text
     elif note:
         facts["__notes__"] = [*facts.get("__notes__", ()), note]
-    set_cause(exc, RemoteTraceback(packed.worker, packed.worker_id, packed.traceback))
+    set_cause(exc, cause)
     return exc
+
+
+def _has_attribute(exc: RemoteError, name: str) -> bool:
+    """Return whether the original has an attribute, or its class has it apart from RemoteError's."""
+    return name in exc.__dict__ or any(name in vars(k) for k in type(exc).__mro__ if not issubclass(RemoteError, k))
 
 
 def _made_again(packed: _Packed, gate: PickleGate) -> tuple[RemoteError, str, str]:

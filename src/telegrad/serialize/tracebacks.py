@@ -40,7 +40,20 @@ class RemoteTraceback(Exception):
     """Traceback of another process, as text.
 
     It is the ``__cause__`` of exceptions raised in that process.
+
+    Attributes:
+        worker: Name of the worker.
+        worker_id: Its rank.
+        original_type: Name of the exception's type, with its module.
+        remote_traceback: The traceback.
     """
+
+    def __init__(self, worker: str, worker_id: int, remote_traceback: str, original_type: str = "") -> None:
+        super().__init__(worker, worker_id, remote_traceback)
+        self.worker = worker
+        self.worker_id = worker_id
+        self.original_type = original_type
+        self.remote_traceback = remote_traceback
 
     def __str__(self) -> str:
         worker, worker_id, trace = self.args
@@ -84,7 +97,7 @@ def clear_frames(exc: BaseException, worker: WorkerInfo) -> None:
     """
     text = exc.__dict__[TRACEBACK] = traceback_of(exc)
     if exc.__cause__ is None:
-        set_cause(exc, RemoteTraceback(worker.name, worker.id, text))
+        set_cause(exc, RemoteTraceback(worker.name, worker.id, text, type_name(type(exc))))
     drop_frames(exc)
 
 
