@@ -1,5 +1,7 @@
 """Exceptions of handlers with ``allow_pickle=False``: they travel as plain data."""
 
+import os
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -61,3 +63,28 @@ def test_malformed_exceptions(fields: list[Any]) -> None:
     for cut in (1, 5, 9):
         with pytest.raises(SerializationError):
             unpack_exception(data[:-cut] or b"x", PickleGate(False))
+
+
+def fail_with_facts(kind: str) -> None:
+    if kind == "import":
+        import_module("no_such_module_of_telegrad")
+    if kind == "rename":
+        os.rename("/no/such/file", "/no/other/file")
+    error = ValueError("with a note")
+    error.add_note("the note")
+    raise error
+
+
+def test_exceptions_of_python_keep_what_their_args_do_not_have(strict: Cluster) -> None:
+    with pytest.raises(ValueError, match="with a note") as noted:
+        rpc.rpc_sync("w1", fail_with_facts, ("note",))
+    assert noted.value.__notes__ == ["the note"]
+    with pytest.raises(ModuleNotFoundError) as missing:
+        rpc.rpc_sync("w1", fail_with_facts, ("import",))
+    assert missing.value.name == "no_such_module_of_telegrad"
+    with pytest.raises(FileNotFoundError) as unfound:
+        rpc.rpc_sync("w1", fail_with_facts, ("rename",))
+    error = unfound.value
+    assert (error.args, error.filename) == ((2, "No such file or directory"), "/no/such/file")
+    assert error.filename2 == "/no/other/file"
+    assert str(error) == "[Errno 2] No such file or directory: '/no/such/file' -> '/no/other/file'"

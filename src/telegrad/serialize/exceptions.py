@@ -110,15 +110,19 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo, gate: PickleGate
 
 _NOT_RAISED_AGAIN = " cannot be raised on another worker"
 _NOT_PICKLED = "are not plain data, and the workers exchange no pickles (option allow_pickle=False)"
-_LOCAL_FACTS = (TEXT, "__notes__", _ORIGIN)
+_LOCAL_FACTS = (TEXT, _ORIGIN)
 _codec = make_codec()
 
 
 def _plain(exc: Exception) -> bytes | None:
     """Return arguments and attributes of an exception, if both are plain data."""
     try:
-        facts = {name: value for name, value in exc.__dict__.items() if name not in _LOCAL_FACTS}
-        coded = _codec.encode((tuple(exc.args), facts))
+        args, attributes = exc.args, exc.__dict__
+        if vars(builtins).get(type(exc).__name__) is type(exc):  # its constructor may take more than its args
+            reduced: Any = exc.__reduce_ex__(5)
+            args, attributes = reduced[1], dict(*reduced[2:])
+        facts = {name: value for name, value in attributes.items() if name not in _LOCAL_FACTS}
+        coded = _codec.encode((tuple(args), facts))
     except BaseException:  # user code
         return None
     return None if coded is None or coded[1] else coded[0]
