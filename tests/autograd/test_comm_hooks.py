@@ -174,3 +174,37 @@ def test_without_a_group() -> None:
 
     with pytest.raises(RuntimeError, match="initialize distributed autograd"):
         run_all([lambda: autograd.register_comm_hook(None, to_half)])
+
+
+def as_given(gradients: list[Tensor]) -> list[Tensor]:
+    return gradients
+
+
+MADE = {
+    "half": (lambda g: g.half(), None),
+    "expanded": (lambda g: g.expand(2, 3), None),
+    "too short": (lambda g: g[:1], r"invalid gradient.*got \[1\].*\[3\]"),
+    "other": (lambda g: torch.ones(7), r"invalid gradient.*\[7\]"),
+}
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize("kind", MADE)
+def test_gradients_of_hooks_are_checked_where_they_arrive(w: Cluster, kind: str, leaf: bool) -> None:
+    make, error = MADE[kind]
+    x = torch.ones(3, requires_grad=True)
+    with w[1]:
+        handle = autograd.register_comm_hook(None, lambda _, bucket: (as_given, ([make(g) for g in bucket.gradients],)))
+    try:
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("w1", double, (x if leaf else x * 1,)).sum()
+            if error is None:
+                autograd.backward(context_id, [loss])
+                got = autograd.get_gradients(context_id)[x]
+                assert (got.dtype, got.shape) == (torch.float32, (3,))
+                assert got.tolist() == [2 * (1 + (kind == "expanded"))] * 3
+            else:
+                with pytest.raises(RuntimeError, match=error):
+                    autograd.backward(context_id, [loss])
+    finally:
+        handle.remove()

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import itemgetter
 from sys import getrefcount
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -85,8 +86,8 @@ class StageRunner:
     """
 
     __slots__ = (
-        *("_arrived", "_closed", "_context", "_done", "_gradients_in", "_pending", "_roots", "_shared_leaves"),
-        *("_source_grads", "graph", "retain_graph", "wanted"),
+        *("_all_fit", "_arrived", "_closed", "_context", "_done", "_gradients_in", "_pending", "_roots"),
+        *("_shared_leaves", "_source_grads", "graph", "retain_graph", "wanted"),
     )
 
     is_alone: Final = False  # only in a plain context
@@ -101,6 +102,7 @@ class StageRunner:
         self._roots: Sequence[Entry] = ()  # they keep the graph alive
         self._shared_leaves: SharedLeaves | None = None  # leaves that several disjoint sources reach
         self._done: set[Cell] = set()
+        self._all_fit = True  # gradients of leaves, to these, as far as they have arrived
         self._arrived = 0  # sources with gradients, by bit
         self._source_grads: dict[int, Roots] = {}  # disjoint sources: bit of the source -> its gradients
         # Sources that meet: cell (None: the final stage) -> (id of the node, input) -> entry, and [(label, gradient)]
@@ -127,8 +129,7 @@ class StageRunner:
 
         Args:
             roots: At the root of the pass, the arguments of `backward`.
-            sends: Not used: the graph has all sends of the context (see `PlainStages`).
-            alone_with: Not used.
+            sends, alone_with: Not used: the graph has all sends of the context (see `PlainStages`).
             graph: In the first call: the graph, if it has been walked.
 
         Raises:
@@ -216,6 +217,10 @@ class StageRunner:
             if edge is not None and grad is not None:
                 outputs.append(edge)
                 given.append(grad)
+                if isinstance(edge, Tensor):  # that of a communication hook may be of another shape or type
+                    self._all_fit &= (
+                        grad.dtype is edge.dtype and grad.layout is edge.layout and grad.shape == edge.shape
+                    )
         if graph.is_disjoint:
             self._source_grads[bit] = outputs, given
         else:
@@ -258,7 +263,7 @@ class StageRunner:
             for output in range(received.outputs):
                 inputs.append(GradientEdge(node, output))
         reported = len(inputs)
-        if not stage.cut_edges:
+        if not stage.cut_edges and self._all_fit:  # otherwise the engine converts gradients, or refuses them
             for edge in outputs:
                 if type(edge) is GradientEdge or getattr(edge, "_backward_hooks", None):
                     break
@@ -359,7 +364,7 @@ class StageRunner:
         grads: list[Tensor] = []
         for cell in cells:
             for edge, parts in self._pending.pop(cell, {}).values():
-                parts.sort(key=_label)
+                parts.sort(key=itemgetter(0))
                 outputs += [edge] * len(parts)
                 grads += [grad for _, grad in parts]
         return outputs, grads
@@ -415,7 +420,6 @@ class StageRunner:
                 by_leaf[id(leaf)][1].append(grads.pop())
             else:
                 by_leaf[id(leaf)] = leaf, [grads.pop()]
-        several = len(outputs) > 1
         partial_grads: dict[int, Tensor] = {}
         for leaf, parts in by_leaf.values():
             if len(parts) > 1:
@@ -423,7 +427,7 @@ class StageRunner:
             else:
                 grad = parts.pop()
                 uniquely_owned = getrefcount(grad) <= VARIABLE_REFCOUNT
-                if uniquely_owned and several and grad.layout is torch.strided:
+                if uniquely_owned and len(outputs) > 1 and grad.layout is torch.strided:
                     storage = grad.untyped_storage().data_ptr()  # tensors of one message may share their memory
                     uniquely_owned = storage not in storages
                     storages.add(storage)
@@ -443,7 +447,3 @@ def _record(
     grad_outputs: Sequence[Tensor | None],
 ) -> None:
     seen[node] = (grad_inputs, grad_outputs)
-
-
-def _label(item: tuple[Label, Tensor]) -> Label:
-    return item[0]
