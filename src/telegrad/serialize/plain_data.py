@@ -2,7 +2,8 @@
 
 The codec encodes most values. What it leaves to pickle is converted here to what it encodes:
 
-* Containers, tensors that share memory, and long texts that occur twice in a value become copies.
+* Containers, tensors that share memory or are lazily conjugated or negated, and long texts that occur twice in a value
+  become copies.
 * Sets, dtypes, devices, sizes, parameters and registered types become a `Record`: the key of the type and plain data.
 
 A receiver makes an object from a record only if it knows the key; it imports nothing.
@@ -17,7 +18,7 @@ import torch
 from telegrad import _core
 from telegrad.errors import PickleRefused, SerializationError
 from telegrad.serialize.pickle_errors import describe_type
-from telegrad.serialize.tensor_layout import is_of_transform, is_plain
+from telegrad.serialize.tensor_layout import is_of_transform, is_plain, memory_of
 
 __all__ = ["PlainData", "Record", "pack_dataclass", "unpack_dataclass"]
 
@@ -26,6 +27,12 @@ _ATOMS = (type(None), bool, int, float, complex)
 _HINT = (
     "this worker sends plain data and tensors only (option allow_pickle=False): send it in this form, or register its"
     " type with rpc.register_type on both workers"
+)
+
+_SPARSE_HINT = (
+    "this worker sends plain data and dense tensors only (option allow_pickle=False). Send its indices and values, or"
+    " its to_dense(). If it is a gradient of a backward pass, let the operation make a dense one, for example by"
+    " sparse=False of an embedding"
 )
 
 
@@ -191,17 +198,34 @@ class _Conversion:
             raise PickleRefused(f"cannot send {path:.200}: it is nested too deeply, or contains itself; {_HINT}")
 
     def _tensor(self, value: torch.Tensor, path: str) -> torch.Tensor:
-        if not is_plain(value.detach()) or is_of_transform(value):
+        if is_of_transform(value):
             self._refuse(value, path)
-        address = value.untyped_storage().data_ptr()
+        value = self._resolved(value)
+        if not is_plain(value.detach()):
+            self._refuse(value, path)
+        memory = memory_of(value)
+        address = memory.address - memory.offset if memory.nbytes else 0
         if address and self._memory.setdefault(address, value) is not value:
             value = value.clone() if self._recorded else value.detach().clone().requires_grad_(value.requires_grad)
         return value
+
+    def _resolved(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without lazy conjugation and negation, as gradients of complex tensors often have it."""
+        is_dense = value.layout is torch.strided and value.device.type == "cpu" and not value.is_nested
+        if not is_dense or not (value.is_conj() or value.is_neg()):
+            return value
+        memory_of(value)  # torch would read past the end of a storage that is too small
+        if not self._recorded:
+            return value.detach().resolve_conj().resolve_neg().requires_grad_(value.requires_grad)
+        with torch.inference_mode(False), torch.enable_grad():
+            return value.resolve_conj().resolve_neg()
 
     def _refuse(self, value: object, path: str) -> NoReturn:
         kind = describe_type(value)
         if isinstance(value, torch.Tensor):
             kind += f" ({value.layout}, on {value.device}, {value.dtype})"
+            if value.layout is not torch.strided:
+                raise PickleRefused(f"cannot send {path}, of type {kind}: {_SPARSE_HINT}")
         raise PickleRefused(f"cannot send {path}, of type {kind}: {_HINT}")
 
 
