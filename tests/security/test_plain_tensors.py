@@ -1,4 +1,4 @@
-"""Tensors with ``allow_pickle=False``: those that are more than elements in memory."""
+"""Tensors that are more than elements in memory, with ``allow_pickle=False``."""
 
 from typing import Any
 

@@ -38,7 +38,7 @@ def watch_cut(tensor: torch.Tensor) -> None:
 
 
 def cut_graphs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Make the tensors of a recorded message watched leaves: its context has ended here."""
+    """Make watched leaves of the tensors of a message whose context has ended."""
     for tensor in tensors:
         tensor.requires_grad_(True)
         watch_cut(tensor)

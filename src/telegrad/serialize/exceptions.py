@@ -239,7 +239,7 @@ def unpack_exception(data: Body, gate: PickleGate = OPEN) -> BaseException:
 
 
 def _has_attribute(exc: RemoteError, name: str) -> bool:
-    """Return whether the original has an attribute, or its class has it apart from RemoteError's."""
+    """Return whether the original, or its class, has an attribute of its own."""
     return name in exc.__dict__ or any(name in vars(k) for k in type(exc).__mro__ if not issubclass(RemoteError, k))
 
 

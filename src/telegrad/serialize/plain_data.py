@@ -210,7 +210,10 @@ class _Conversion:
         return value
 
     def _resolved(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without lazy conjugation and negation, as gradients of complex tensors often have it."""
+        """Return a tensor without lazy conjugation and negation.
+
+        Gradients of complex tensors often have it.
+        """
         is_dense = value.layout is torch.strided and value.device.type == "cpu" and not value.is_nested
         if not is_dense or not (value.is_conj() or value.is_neg()):
             return value

@@ -64,7 +64,7 @@ def is_of_transform(tensor: torch.Tensor) -> bool:
 
 
 class TensorMemory(NamedTuple):
-    """The memory of a strided CPU tensor at one moment: within `storage`, which keeps it."""
+    """Memory of a strided CPU tensor at one moment, within `storage`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -80,7 +80,10 @@ class TensorMemory(NamedTuple):
         return torch.empty(0, dtype=self.dtype, device="cpu").set_(self.storage, first, self.shape, self.strides)
 
     def dense(self) -> "TensorMemory":
-        """Return a dense copy if the elements span more than twice their size and SMALL_SPAN; else itself."""
+        """Return a dense copy if most of the memory is gaps; otherwise itself.
+
+        It is if the elements span more than twice their size, and more than SMALL_SPAN.
+        """
         size = math.prod(self.shape) * self.dtype.itemsize
         if self.nbytes <= max(2 * size, SMALL_SPAN):
             return self
@@ -124,7 +127,7 @@ def _elements_of(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tu
 
 
 def _bounds_of(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Return address and size of the memory of a storage; nothing if torch allocated none."""
+    """Return address and size of a storage's memory; zeros without memory."""
     try:
         address = storage.data_ptr()
     except RuntimeError:  # of a tensor of zeros without memory

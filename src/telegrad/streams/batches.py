@@ -125,7 +125,7 @@ class _Copier:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Return whether a tensor may be copied, and cheaply: with the memory of its elements."""
+    """Return whether a tensor has all its memory and is cheap to copy."""
     return (
         tensor.layout is torch.strided
         and tensor.nbytes <= _SMALL
