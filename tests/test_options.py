@@ -66,6 +66,29 @@ def test_invalid_values(wrong: dict[str, object], kind: type[Exception], text: s
         Options(**wrong)  # type: ignore[arg-type]
 
 
+FLAGS = [row.name for row in dataclasses.fields(Options) if isinstance(row.metadata["default"], bool)]
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", ["0", "false", "", 0, 1, None], ids=repr)
+def test_flags_are_true_or_false(name: str, value: object) -> None:
+    """A text such as "0" is true, and would leave on what it is meant to switch off."""
+    with pytest.raises(TypeError, match=f"option {name} has to be True or False.*TELEGRAD_{name.upper()} to 1"):
+        Options(**{name: value})  # type: ignore[arg-type]
+    options = Options()
+    setattr(options, name, value)
+    with pytest.raises(TypeError, match=name):
+        as_options(options)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_of_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("0", "1"):
+        monkeypatch.setenv(f"TELEGRAD_{name.upper()}", text)
+        assert getattr(Options(), name) is (text == "1")
+    assert getattr(Options(**{name: False}), name) is False  # type: ignore[arg-type]
+
+
 def test_values_are_checked_again_by_a_worker() -> None:
     options = Options()
     options.spin_us = -1

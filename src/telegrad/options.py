@@ -123,6 +123,13 @@ def _text(value: Any, what: str) -> str:
     return value
 
 
+def _check_flag(name: str, value: object, variable: str) -> None:
+    if value is not True and value is not False:
+        raise TypeError(
+            f"option {name} has to be True or False, not {value!r}: pass a bool, or set {variable} to 1 or 0"
+        )
+
+
 def _option(default: Any, meaning: str, *, env: str = "", unit: str = "", shown: bool = True) -> Any:
     """Return one row of the table; ``shown`` is False for secrets."""
     facts = {"default": default, "meaning": meaning, "env": env, "unit": unit}
@@ -451,6 +458,9 @@ class Options(RpcBackendOptions):
             TypeError: A value has the wrong type.
             ValueError: Another value is invalid.
         """
+        for row in dataclasses.fields(self):
+            if row.type is bool:
+                _check_flag(row.name, getattr(self, row.name), row.metadata["env"])
         self.rpc_timeout = _seconds(self.rpc_timeout)
         _text(self.init_method, "init_method")
         _text(self.faults or "", "faults")
