@@ -6,6 +6,7 @@ import pytest
 
 from telegrad.group.secret import given_secret, key_of
 from telegrad.options import Options, RpcBackendOptions, as_options, option_rows, options_markdown
+from telegrad.testing import cluster
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +52,9 @@ def test_invalid_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) 
         ({"init_method": 1}, TypeError, "incompatible constructor arguments"),
         ({"num_worker_threads": 0}, RuntimeError, "num_worker_threads must be positive, got 0"),
         ({"num_worker_threads": 1.5}, TypeError, "incompatible constructor arguments"),
+        ({"num_worker_threads": 100_000}, ValueError, "num_worker_threads is at most 65536, not 100000"),
         ({"spin_us": -1}, ValueError, "option spin_us has to be a number of us"),
-        ({"pool_cache_bytes": "big"}, ValueError, "option pool_cache_bytes"),
+        ({"pool_cache_bytes": "big"}, TypeError, "option pool_cache_bytes"),
         ({"transports": ("pigeon",)}, ValueError, "option transports has to name some of shm, unix, tcp"),
         ({"transports": ()}, ValueError, "option transports"),
         ({"secret": "secret number one", "secret_file": "b"}, ValueError, "not both"),
@@ -66,6 +68,7 @@ def test_invalid_values(wrong: dict[str, object], kind: type[Exception], text: s
         Options(**wrong)  # type: ignore[arg-type]
 
 
+NAN, INF = float("nan"), float("inf")
 FLAGS = [row.name for row in dataclasses.fields(Options) if isinstance(row.metadata["default"], bool)]
 
 
@@ -79,6 +82,76 @@ def test_flags_are_true_or_false(name: str, value: object) -> None:
     setattr(options, name, value)
     with pytest.raises(TypeError, match=name):
         as_options(options)
+
+
+ROWS = dataclasses.fields(Options)
+WHOLE = [row.name for row in ROWS if row.type is int]
+SECONDS = [row.name for row in ROWS if row.type is float]
+TEXTS = [row.name for row in ROWS if row.type in (str, str | None)]
+ZERO_IS_WRONG = ("handshake_timeout", "member_lease")
+
+
+def refused(name: str, value: object, kind: type[Exception], text: str = "") -> None:
+    with pytest.raises(kind, match=text or name) as caught:
+        Options(**{name: value})  # type: ignore[arg-type]
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_numbers(name: str) -> None:
+    for wrong in (True, 2.0, "2", None, [], NAN):
+        refused(name, wrong, TypeError)
+    refused(name, -1, RuntimeError if name == "num_worker_threads" else ValueError)
+    for large in (1 << 63, 10**400):
+        refused(name, large, ValueError)
+
+
+@pytest.mark.parametrize("name", SECONDS)
+def test_numbers_of_seconds(name: str) -> None:
+    for wrong in (True, "2", None, [], 1j):
+        refused(name, wrong, TypeError)
+    for wrong in (-1, -0.5, NAN, -INF):
+        if name == "rpc_timeout":
+            refused(name, wrong, RuntimeError, "RPC Timeout must be non-negative")
+        else:
+            refused(name, wrong, ValueError)
+    for right in (3, 0.5, *(() if name in ZERO_IS_WRONG else (0,))):
+        assert getattr(Options(**{name: right}), name) == right  # type: ignore[arg-type]
+    if name in ZERO_IS_WRONG:
+        refused(name, 0, ValueError, "more than 0, not 0")
+    if name != "rpc_timeout":  # for which infinity is no limit
+        for long in (INF, 1e30, 10**400):
+            refused(name, long, ValueError, "at most 1,000,000,000")
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts(name: str) -> None:
+    for wrong in (b"0123456789abcdef", 5, [], {}, Path("/tmp")):
+        refused(name, wrong, TypeError)
+    row = next(row for row in ROWS if row.name == name)
+    if row.type is str:
+        refused(name, None, TypeError)
+    else:
+        assert getattr(Options(**{name: None}), name) is None  # type: ignore[arg-type]
+
+
+def test_texts_of_type_errors() -> None:
+    refused("bind", 5, TypeError, "option bind has to be a string or None, not 5")
+    refused("encryption", None, TypeError, "option encryption has to be a string, not None")
+    refused("spin_us", 0.5, TypeError, "option spin_us has to be a whole number of us, 0 or more, not 0.5")
+    refused("tcp_lanes", 2.5, TypeError, "option tcp_lanes has to be a whole number from 1 to 16, not 2.5")
+    for wrong in ("tcp", b"tcp", 5, [["tcp"]], None):
+        refused("transports", wrong, TypeError, "transports has to be a tuple of names")
+    with pytest.raises(TypeError, match="secret has to be a string or None, not an object of type bytes") as caught:
+        Options(secret=b"secret number one")  # type: ignore[arg-type]
+    assert "number one" not in str(caught.value)
+
+
+def test_largest_values_start_a_worker() -> None:
+    largest = {row.name: (1 << 63) - 1 for row in ROWS if row.metadata["unit"] in ("bytes", "references", "contexts")}
+    times = {name: 1e9 for name in SECONDS if name != "shutdown_timeout"}
+    with cluster(2, Options(**largest, **times)) as group:  # type: ignore[arg-type]
+        assert group[0].rpc_sync("w1", abs, (-1,)) == 1
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -170,7 +243,7 @@ def test_document_has_the_table() -> None:
     assert document.read_text().endswith("\n" + options_markdown())
 
 
-@pytest.mark.parametrize("lanes", [0, 17, 2.5])
-def test_number_of_lanes(lanes: float) -> None:
+@pytest.mark.parametrize("lanes", [0, 17])
+def test_number_of_lanes(lanes: int) -> None:
     with pytest.raises(ValueError, match="option tcp_lanes has to be a number from 1 to 16"):
-        Options(tcp_lanes=lanes)  # type: ignore[arg-type]
+        Options(tcp_lanes=lanes)

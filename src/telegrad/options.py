@@ -12,6 +12,7 @@ Programs written for ``torch.distributed.rpc`` pass objects of other classes der
 import dataclasses
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
@@ -40,20 +41,27 @@ _LEAST_LIMIT: Final = 64 << 10  # csrc/core/limits.h: kAlwaysTaken
 
 _MOST: Final = (1 << 31) - 1  # what 32 bits of a message can say, with room for more
 
-_WHOLE_NUMBERS: Final = (
-    "max_call_depth",
-    "max_in_flight",
-    "max_waiting_messages",
-    "max_objects",
-    "max_peers",
-    "max_unauthenticated",
-)
+_MOST_COUNT: Final = (1 << 63) - 1  # what the core's counters can hold
+_MOST_THREADS: Final = 1 << 16  # more than a process can start with the limits of common systems
+_LONGEST: Final = 1e9  # s; telegrad.timeouts.FOREVER
 
 LEAST_SECRET_BYTES: Final = 16
 """Minimum length of a group's secret."""
 
 MOST_LANES: Final = 16
 """Maximum number of TCP connections of one link."""
+
+_RANGES: Final = {
+    "max_call_depth": (1, _MOST),
+    "max_in_flight": (1, _MOST),
+    "max_waiting_messages": (1, _MOST),
+    "max_objects": (1, _MOST),
+    "max_peers": (1, _MOST),
+    "max_unauthenticated": (1, _MOST),
+    "tcp_lanes": (1, MOST_LANES),
+}
+_MORE_THAN_ZERO: Final = ("handshake_timeout", "member_lease")
+_AS_IN_TORCH: Final = ("rpc_timeout", "init_method", "num_worker_threads")  # with torch's errors
 
 TRANSPORTS: Final = ("shm", "unix", "tcp")
 """Every transport there is, best first."""
@@ -123,11 +131,48 @@ def _text(value: Any, what: str) -> str:
     return value
 
 
-def _check_flag(name: str, value: object, variable: str) -> None:
-    if value is not True and value is not False:
-        raise TypeError(
-            f"option {name} has to be True or False, not {value!r}: pass a bool, or set {variable} to 1 or 0"
-        )
+def _check_value(row: dataclasses.Field[Any], value: Any) -> None:
+    """Check the type of an option's value, and the range of a number."""
+    if row.type is bool:
+        if value is not True and value is not False:
+            raise TypeError(
+                f"option {row.name} has to be True or False, not {value!r}: pass a bool, or set {row.metadata['env']}"
+                " to 1 or 0"
+            )
+    elif row.type in (int, float):
+        _check_number(row, value)
+    elif row.type in (str, str | None) and not isinstance(value, str) and (value is not None or row.type is str):
+        wanted = "a string" if row.type is str else "a string or None"
+        given = repr(value) if row.repr else f"an object of type {type(value).__name__}"
+        raise TypeError(f"option {row.name} has to be {wanted}, not {given}")
+
+
+def _names(value: Any, name: str) -> tuple[str, ...]:
+    is_list = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+    names = tuple(value) if is_list else ()
+    if not is_list or not all(isinstance(each, str) for each in names):
+        raise TypeError(f"option {name} has to be a tuple of names, such as ('tcp',), not {value!r}")
+    return names
+
+
+def _check_number(row: dataclasses.Field[Any], value: Any) -> None:
+    name, is_whole = row.name, row.type is int
+    least: float
+    most: float
+    kind = "a whole number" if is_whole and isinstance(value, float) else "a number"
+    if name in _RANGES:
+        least, most = _RANGES[name]
+        text = f"option {name} has to be {kind} from {least} to {most}, not {value!r}"
+    else:
+        least, most = 0, _MOST if name == "spin_us" else _MOST_COUNT if is_whole else _LONGEST
+        bound = "more than 0" if name in _MORE_THAN_ZERO else "0 or more"
+        text = f"option {name} has to be {kind} of {row.metadata['unit']}, {bound}, not {value!r}"
+    if isinstance(value, bool) or not isinstance(value, int if is_whole else (int, float)):
+        raise TypeError(text)
+    if not value >= least or (value == 0 and name in _MORE_THAN_ZERO):  # also if it is not a number (NaN)
+        raise ValueError(text)
+    if value > most:
+        raise ValueError(f"{text}: at most {most:,}")
 
 
 def _option(default: Any, meaning: str, *, env: str = "", unit: str = "", shown: bool = True) -> Any:
@@ -455,33 +500,27 @@ class Options(RpcBackendOptions):
 
         Raises:
             RuntimeError: ``rpc_timeout`` is negative, or ``num_worker_threads`` is not positive.
-            TypeError: A value has the wrong type.
-            ValueError: Another value is invalid.
+            TypeError: A value does not have the type of its option. A float may be an int, and an int is not a bool.
+            ValueError: Another value is invalid; of numbers of seconds, only ``rpc_timeout`` may be infinite.
         """
-        for row in dataclasses.fields(self):
-            if row.type is bool:
-                _check_flag(row.name, getattr(self, row.name), row.metadata["env"])
+        for name, wanted in (("rpc_timeout", "a number of seconds"), ("num_worker_threads", "an integer")):
+            if isinstance(getattr(self, name), bool):
+                raise _incompatible(name, wanted, getattr(self, name))
         self.rpc_timeout = _seconds(self.rpc_timeout)
         _text(self.init_method, "init_method")
-        _text(self.faults or "", "faults")
         self.num_worker_threads = check_threads(self.num_worker_threads)
+        if self.num_worker_threads > _MOST_THREADS:
+            raise ValueError(f"option num_worker_threads is at most {_MOST_THREADS}, not {self.num_worker_threads}")
         for row in dataclasses.fields(self):
-            value, unit = getattr(self, row.name), row.metadata["unit"]
-            if unit and (not isinstance(value, (int, float)) or value < 0):
-                raise ValueError(f"option {row.name} has to be a number of {unit}, 0 or more, not {value!r}")
-        for name in _WHOLE_NUMBERS:
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= _MOST:
-                raise ValueError(f"option {name} has to be a whole number from 1 to {_MOST}, not {value!r}")
+            if row.name not in _AS_IN_TORCH:
+                _check_value(row, getattr(self, row.name))
         for name in ("max_header_bytes", "max_message_bytes"):
             if getattr(self, name) < _LEAST_LIMIT:
                 raise ValueError(
                     f"option {name} has to be {_LEAST_LIMIT} or more, not {getattr(self, name)!r}: Telegrad's own"
                     " messages need this size"
                 )
-        if self.tcp_lanes not in range(1, MOST_LANES + 1):
-            raise ValueError(f"option tcp_lanes has to be a number from 1 to {MOST_LANES}, not {self.tcp_lanes!r}")
-        self.transports = tuple(self.transports)
+        self.transports = _names(self.transports, "transports")
         unknown = set(self.transports) - set(TRANSPORTS)
         if unknown or not self.transports:
             raise ValueError(
@@ -570,8 +609,8 @@ def as_options(given: RpcBackendOptions | None) -> Options:
         return given
     options = Options()
     if given is not None:
-        options.rpc_timeout = given.rpc_timeout
+        options.rpc_timeout = _seconds(given.rpc_timeout)
         options.init_method = given.init_method
-        options.num_worker_threads = getattr(given, "num_worker_threads", options.num_worker_threads)
+        options.num_worker_threads = check_threads(getattr(given, "num_worker_threads", options.num_worker_threads))
         options.validate()
     return options
