@@ -99,7 +99,8 @@ def refused(name: str, value: object, kind: type[Exception], text: str = "") -> 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_numbers(name: str) -> None:
-    for wrong in (True, 2.0, "2", None, [], NAN):
+    mistyped: tuple[object, ...] = (True, 2.0, "2", None, [], NAN)
+    for wrong in mistyped:
         refused(name, wrong, TypeError)
     refused(name, -1, RuntimeError if name == "num_worker_threads" else ValueError)
     for large in (1 << 63, 10**400):
@@ -108,15 +109,16 @@ def test_whole_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("name", SECONDS)
 def test_numbers_of_seconds(name: str) -> None:
-    for wrong in (True, "2", None, [], 1j):
+    mistyped: tuple[object, ...] = (True, "2", None, [], 1j)
+    for wrong in mistyped:
         refused(name, wrong, TypeError)
-    for wrong in (-1, -0.5, NAN, -INF):
+    for negative in (-1, -0.5, NAN, -INF):
         if name == "rpc_timeout":
-            refused(name, wrong, RuntimeError, "RPC Timeout must be non-negative")
+            refused(name, negative, RuntimeError, "RPC Timeout must be non-negative")
         else:
-            refused(name, wrong, ValueError)
+            refused(name, negative, ValueError)
     for right in (3, 0.5, *(() if name in ZERO_IS_WRONG else (0,))):
-        assert getattr(Options(**{name: right}), name) == right  # type: ignore[arg-type]
+        assert getattr(Options(**{name: right}), name) == right
     if name in ZERO_IS_WRONG:
         refused(name, 0, ValueError, "more than 0, not 0")
     if name != "rpc_timeout":  # for which infinity is no limit
@@ -126,7 +128,8 @@ def test_numbers_of_seconds(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_texts(name: str) -> None:
-    for wrong in (b"0123456789abcdef", 5, [], {}, Path("/tmp")):
+    mistyped: tuple[object, ...] = (b"0123456789abcdef", 5, [], {}, Path("/tmp"))
+    for wrong in mistyped:
         refused(name, wrong, TypeError)
     row = next(row for row in ROWS if row.name == name)
     if row.type is str:
@@ -212,13 +215,23 @@ def test_keys_depend_on_secret_and_group() -> None:
     assert len(keys) == 4
 
 
-@pytest.mark.parametrize("name", ["secret", "secret_file"])
-def test_empty_secret_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty secret must not be treated as no secret."""
+@pytest.mark.parametrize("name", ["secret", "secret_file", "tls_cert", "tls_key", "tls_ca", "advertise"])
+def test_empty_text_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty secret must not be treated as no secret, and an empty path not as no certificate."""
     with pytest.raises(ValueError, match=f"option {name} .* is empty"):
         Options(**{name: ""})  # type: ignore[arg-type]
     monkeypatch.setenv(f"TELEGRAD_{name.upper()}", "")
     with pytest.raises(ValueError, match=f"TELEGRAD_{name.upper()}"):
+        as_options(None)
+
+
+def test_empty_certificates_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of variables of a shell that are not set."""
+    with pytest.raises(ValueError, match=r"tls_cert .* is empty, which would leave the worker without certificates"):
+        Options(tls_cert="", tls_key="", tls_ca="")
+    for name in ("CERT", "KEY", "CA"):
+        monkeypatch.setenv(f"TELEGRAD_TLS_{name}", "")
+    with pytest.raises(ValueError, match=r"TELEGRAD_TLS_CERT\) is empty.*unset the variable"):
         as_options(None)
 
 

@@ -61,6 +61,11 @@ _RANGES: Final = {
     "tcp_lanes": (1, MOST_LANES),
 }
 _MORE_THAN_ZERO: Final = ("handshake_timeout", "member_lease")
+_NEVER_EMPTY: Final = {
+    **dict.fromkeys(("secret", "secret_file"), "would leave the group without a secret"),
+    **dict.fromkeys(("tls_cert", "tls_key", "tls_ca"), "would leave the worker without certificates"),
+    "advertise": "names no address",
+}
 _AS_IN_TORCH: Final = ("rpc_timeout", "init_method", "num_worker_threads")  # with torch's errors
 
 TRANSPORTS: Final = ("shm", "unix", "tcp")
@@ -276,7 +281,9 @@ class Options(RpcBackendOptions):
         env="TELEGRAD_ALLOW_PICKLE",
     )
     bind: str | None = _option(
-        None, "the address to listen on; by default, the address used to reach the store", env="TELEGRAD_BIND"
+        None,
+        "the address to listen on; by default, or if it is empty, the address used to reach the store",
+        env="TELEGRAD_BIND",
     )
     advertise: str | None = _option(
         None,
@@ -526,11 +533,11 @@ class Options(RpcBackendOptions):
             raise ValueError(
                 f"option transports has to name some of {', '.join(TRANSPORTS)}, not {', '.join(self.transports)!r}"
             )
-        for name in ("secret", "secret_file"):
+        for name, effect in _NEVER_EMPTY.items():
             if getattr(self, name) == "":
                 raise ValueError(
-                    f"option {name} (TELEGRAD_{name.upper()}) is empty, which would leave the group without a secret."
-                    " Give one, or leave the option out."
+                    f"option {name} (TELEGRAD_{name.upper()}) is empty, which {effect}. Give one, or leave the option"
+                    " out (unset the variable)."
                 )
         if self.secret and len(self.secret.encode()) < LEAST_SECRET_BYTES:
             raise ValueError(
@@ -541,7 +548,7 @@ class Options(RpcBackendOptions):
             raise ValueError(f"option encryption has to be auto or off, not {self.encryption!r}")
         if self.expose not in ("all", "listed"):
             raise ValueError(f"option expose has to be all or listed, not {self.expose!r}")
-        if len({bool(path) for path in (self.tls_cert, self.tls_key, self.tls_ca)}) > 1:
+        if len({path is not None for path in (self.tls_cert, self.tls_key, self.tls_ca)}) > 1:
             raise ValueError("give all of the options tls_cert, tls_key and tls_ca, or none of them")
         if self.tls_cert and self.encryption == "off":
             raise ValueError("certificates (tls_cert) need encryption: leave out one of the two options")
