@@ -239,3 +239,62 @@ def test_values_of_an_operation_with_a_lost_worker_are_not_kept(four: Cluster) -
     eventually(lambda: gathering_of(four[1]._worker).states)  # what the leader has sent
     assert isinstance(gather(four, 1, names), LeftWhileGathering)
     assert gathering_of(four[1]._worker).states == {}
+
+
+# ---- workers outside of the set
+
+PAIR = ["w1", "w2"]
+OUTSIDER: dict[str, Callable[[], object]] = {
+    "all_gather": lambda: rpc.all_gather("outside", PAIR, TIMEOUT),
+    "barrier": lambda: rpc.barrier(PAIR, TIMEOUT),
+    "broadcast": lambda: rpc.broadcast("outside", "w1", PAIR, TIMEOUT),
+    "_all_gather": lambda: _all_gather("outside", set(PAIR), TIMEOUT),
+    "_barrier": lambda: rpc.api._barrier(set(PAIR)),
+}
+
+
+@pytest.mark.parametrize("operation", OUTSIDER)
+def test_a_worker_outside_of_the_set_spoils_nothing(operation: str) -> None:
+    with cluster(3) as group:
+        with (
+            group[0],
+            pytest.raises(ValueError, match="worker w0 called an operation of the workers w1, w2, of which it is none"),
+        ):
+            OUTSIDER[operation]()
+
+        def member(rank: int) -> Callable[[], Any]:
+            def use() -> Any:
+                with group[rank]:
+                    return rpc.all_gather(rank, PAIR, TIMEOUT), rpc.broadcast(rank, "w1", PAIR, TIMEOUT)
+
+            return use
+
+        assert run_concurrently(member(1), member(2)) == [({"w1": 1, "w2": 2}, 1)] * 2
+
+
+def test_the_leader_refuses_workers_outside_of_the_set() -> None:
+    leader = Gathering("w1", lambda names: (1,) * len(names))
+    op, state, _ = leader.begin(PAIR, "test")
+    for names in ({"w1", "w2"}, {"w0", "w1", "w2"}):  # the request says either
+        with pytest.raises(TelegradError, match="w0 is not expected by leader w1: the operation is of w1, w2"):
+            leader.collect(str(op), "w0", "outside", names)
+    assert state.gathered_objects == {}
+    for name in PAIR:
+        assert leader.collect(str(op), name, name, set(PAIR)) is None
+    assert state.proceed_signal.is_set()
+    with pytest.raises(TelegradError, match="w0 is not expected"):
+        leader.collect("no id", "w0", "outside", {"w1"})
+    assert list(leader.states) == [str(op)]
+
+
+def test_sets_of_workers_are_checked() -> None:
+    with cluster(1):
+        operations: list[Callable[[Any], Any]] = [rpc.barrier, lambda of: rpc.all_gather(1, of)]
+        operations.append(lambda of: rpc.broadcast(1, "w0", of))
+        for operation in operations:
+            for one in ("w0", 0, rpc.get_worker_info()):
+                with pytest.raises(TypeError, match=r"workers has to be a list or set of workers, not .*: pass \["):
+                    operation(one)
+            with pytest.raises(ValueError, match="workers is empty"):
+                operation([])
+            operation(name for name in ["w0", "w0"])

@@ -217,6 +217,7 @@ def _all_gather(
         timeout: seconds; 0 is no limit; -1 is the default timeout for the calls and no limit for the wait.
 
     Raises:
+        ValueError: this worker is not one of those that take part.
         RuntimeError: some workers did not take part in time, or are lost; the text names them.
     """
     worker = _worker()

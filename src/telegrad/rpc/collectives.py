@@ -76,9 +76,11 @@ def gather(
         purpose: gatherings with different purposes do not affect each other.
 
     Raises:
+        ValueError: this worker is not one of those that take part.
         TelegradError: some workers did not take part in time, or are lost.
     """
     me, leader = worker.info.name, min(names)
+    _check_takes_part(me, names)
     if timeout == UNSET_RPC_TIMEOUT:
         rpc_timeout, patience = worker.calls.default_timeout / 1e9, None
     else:
@@ -165,6 +167,14 @@ def _follow(
         gathering.finish(op)
 
 
+def _check_takes_part(me: str, names: set[str]) -> None:
+    if me not in names:
+        raise ValueError(
+            f"worker {me} called an operation of the workers {', '.join(sorted(names))}, of which it is none:"
+            " name it among the workers, or call the operation on these workers only"
+        )
+
+
 def broadcast_to(worker: Worker, value: object, source: str, names: set[str], timeout: float) -> Any:
     """Return the value of one worker on all of them.
 
@@ -178,9 +188,11 @@ def broadcast_to(worker: Worker, value: object, source: str, names: set[str], ti
         timeout: seconds; 0 is no limit.
 
     Raises:
+        ValueError: this worker is not one of those that take part.
         TelegradError: the source did not send the value in time, left, or is lost.
     """
     gathering, me = gathering_of(worker), worker.info.name
+    _check_takes_part(me, names)
     purpose = f"broadcast of {source} to {','.join(sorted(names))}"
     if source == me:
         followers = names - {me}

@@ -166,8 +166,14 @@ class Gathering:
         Returns:
             None; or, if processes in the id have been replaced, the numbers of the newest ones. The worker then begins
             again.
+
+        Raises:
+            TelegradError: The worker does not take part, has reported already, or the operation is over.
         """
         op = OperationId.parse(sequence_id)
+        if name not in names or (op is not None and name not in op.names):
+            taking_part = ", ".join(sorted(names if op is None else op.names))
+            raise TelegradError(f"{name} is not expected by leader {self.name}: the operation is of {taking_part}.")
         with self.lock:
             state = self.states.get(sequence_id)
             if op is not None and not (state and state.is_running):

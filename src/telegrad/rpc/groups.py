@@ -175,8 +175,13 @@ def wait_until(find: Callable[[], Any], changed: threading.Event, limit: float |
 
 def _names(worker: Worker, workers: Iterable[To] | None) -> set[str]:
     """Return the names of the workers that take part, by default of all live members."""
+    if isinstance(workers, (str, int, WorkerInfo)):
+        raise TypeError(f"workers has to be a list or set of workers, not {workers!r}: pass [{workers!r}]")
     if workers is not None:
-        return {worker.members.resolve(each).name for each in workers}
+        names = {worker.members.resolve(each).name for each in workers}
+        if not names:
+            raise ValueError("workers is empty: name the workers that take part, or leave it out for all live members")
+        return names
     members = membership_of(worker).log.view.members.values()
     return {worker.info.name, *(member.name for member in list(members))}
 
@@ -198,6 +203,8 @@ def all_gather(
         The values by worker name.
 
     Raises:
+        TypeError: ``workers`` is a single worker.
+        ValueError: ``workers`` is empty, or does not contain this worker.
         RuntimeError: some workers did not take part in time, left, or are lost; the text names them.
 
     Example::
@@ -221,6 +228,7 @@ def barrier(workers: Iterable[To] | None = None, timeout: float = UNSET_RPC_TIME
         workers, timeout: as of `all_gather`.
 
     Raises:
+        TypeError, ValueError: as of `all_gather`.
         RuntimeError: some workers did not come in time, left, or are lost; the text names them.
 
     Example::
@@ -249,6 +257,7 @@ def broadcast(
         The value of the source.
 
     Raises:
+        TypeError, ValueError: as of `all_gather`.
         RuntimeError: the source did not send its value in time, left, or is lost; or, on the source, another worker
             did not receive it.
 
