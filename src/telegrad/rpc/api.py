@@ -217,7 +217,8 @@ def _all_gather(
         timeout: seconds; 0 is no limit; -1 is the default timeout for the calls and no limit for the wait.
 
     Raises:
-        ValueError: this worker is not one of those that take part.
+        TypeError: the timeout is not a number.
+        ValueError: this worker is not one of those that take part, or the timeout is NaN.
         RuntimeError: some workers did not take part in time, or are lost; the text names them.
     """
     worker = _worker()
@@ -270,10 +271,12 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     Args:
         graceful: wait until all workers of the group have called this and all their work is done. Lost workers are not
             waited for. With False, calls of other workers to this one fail.
-        timeout: limit in seconds for all waits together; 0 is the worker's option ``shutdown_timeout``, which is no
-            limit by default.
+        timeout: limit in seconds for all waits together; 0 and -1 are the worker's option ``shutdown_timeout``, which
+            is no limit by default.
 
     Raises:
+        TypeError: the timeout is not a number. Nothing is done.
+        ValueError: the timeout is NaN, or another negative number. Nothing is done.
         RuntimeError: this process has not joined (`NotInitialized`); or some workers did not shut down in time
             (`ShutdownTimeout`; the text names them), and the worker has left all the same; or a handler has called
             this with ``graceful``, in which case nothing is done.
@@ -291,6 +294,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     agent = _agent
     if isinstance(agent, Agent):
         _refuse_in_handlers(graceful)
+        _shutdown_limit(agent.worker, timeout)
     try:
         if isinstance(agent, Agent):
             shutdown_worker(agent.worker, graceful, timeout)
@@ -304,11 +308,25 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 def shutdown_worker(worker: Worker, graceful: bool, timeout: float) -> None:
     """Shut down the given worker. A second call waits for the first."""
     _refuse_in_handlers(graceful)
+    limit = _shutdown_limit(worker, timeout)
     with worker.shutdown_lock if graceful else contextlib.nullcontext():
         if worker.closed:
             worker.close()
         else:
-            _shut_down(worker, graceful, timeout or worker.options.shutdown_timeout)
+            _shut_down(worker, graceful, limit)
+
+
+def _shutdown_limit(worker: Worker, timeout: float) -> float:
+    """Return the limit of a shutdown in seconds, 0 for none."""
+    limit = nanoseconds(timeout) / 1e9
+    if timeout in (DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT):
+        return worker.options.shutdown_timeout
+    if timeout < 0:
+        raise ValueError(
+            f"the timeout of shutdown has to be a number of seconds, 0 or more, not {timeout}: 0 and -1 are the option"
+            " shutdown_timeout"
+        )
+    return limit
 
 
 def _refuse_in_handlers(graceful: bool) -> None:

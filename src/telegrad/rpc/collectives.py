@@ -14,6 +14,7 @@ from telegrad.errors import TelegradError, WorkerLost
 from telegrad.protocols.membership import ordinal_of
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rpc.gathering import AllGatherStates, Gathering, OperationId, ordinals_of, text_of
+from telegrad.timeouts import nanoseconds
 from telegrad.waits import wait_for
 from telegrad.wire import Flag
 from telegrad.worker import Worker
@@ -76,7 +77,8 @@ def gather(
         purpose: gatherings with different purposes do not affect each other.
 
     Raises:
-        ValueError: this worker is not one of those that take part.
+        TypeError: the timeout is not a number.
+        ValueError: this worker is not one of those that take part, or the timeout is NaN.
         TelegradError: some workers did not take part in time, or are lost.
     """
     me, leader = worker.info.name, min(names)
@@ -84,7 +86,8 @@ def gather(
     if timeout == UNSET_RPC_TIMEOUT:
         rpc_timeout, patience = worker.calls.default_timeout / 1e9, None
     else:
-        rpc_timeout, patience = timeout, timeout or None
+        patience = nanoseconds(timeout) / 1e9 or None
+        rpc_timeout = patience or 0.0
     wait, values = _Patience(patience), None
     while True:
         if leader == me:

@@ -34,9 +34,12 @@ def membership_of(worker: Worker) -> MembershipService:
 
 
 def seconds_of(worker: Worker, timeout: float) -> float | None:
-    """Return a timeout in seconds, None for no limit."""
-    seconds = worker.calls.default_timeout / 1e9 if timeout == UNSET_RPC_TIMEOUT else timeout
-    return seconds or None
+    """Return a timeout in seconds, None for no limit.
+
+    Raises:
+        TypeError, ValueError: The timeout is not a number.
+    """
+    return worker.calls.timeout(timeout) / 1e9 or None
 
 
 def _subscribe(kind: str, function: Callable[..., object]) -> Subscription:
@@ -126,6 +129,7 @@ def wait_for_worker(name: str | int, timeout: float = UNSET_RPC_TIMEOUT) -> Work
         The WorkerInfo of the worker.
 
     Raises:
+        TypeError, ValueError: the timeout is not a number.
         RuntimeError: the worker has not joined in time (`RpcTimeout`), or this process is not in a group.
 
     Example::
@@ -203,8 +207,8 @@ def all_gather(
         The values by worker name.
 
     Raises:
-        TypeError: ``workers`` is a single worker.
-        ValueError: ``workers`` is empty, or does not contain this worker.
+        TypeError: ``workers`` is a single worker, or the timeout is not a number.
+        ValueError: ``workers`` is empty, or does not contain this worker; or the timeout is NaN.
         RuntimeError: some workers did not take part in time, left, or are lost; the text names them.
 
     Example::

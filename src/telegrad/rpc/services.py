@@ -81,6 +81,7 @@ def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
         A reference to its value.
 
     Raises:
+        TypeError, ValueError: the timeout is not a number.
         RuntimeError: no live worker has registered the service in time: `WorkerLost` if the worker that had registered
             it is gone, otherwise `RpcTimeout`. Or this process is not in a group, or the store of the group is gone.
 

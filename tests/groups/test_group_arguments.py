@@ -1,0 +1,61 @@
+"""Arguments of the functions for groups: timeouts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from telegrad import rpc
+from telegrad.errors import RpcTimeout, ShutdownTimeout, TelegradError
+from telegrad.rpc import Options
+from telegrad.rpc.api import _all_gather
+from telegrad.testing import cluster
+
+SOON = 0.2  # s; of waits that are meant to end
+NAN, INF = float("nan"), float("inf")
+
+WAITS: dict[str, Callable[[Any], object]] = {
+    "wait_for_worker": lambda timeout: rpc.wait_for_worker("w9", timeout),
+    "get_service": lambda timeout: rpc.get_service("none", timeout),
+    "all_gather": lambda timeout: rpc.all_gather(1, ["w0", "w1"], timeout),
+    "barrier": lambda timeout: rpc.barrier(["w0", "w1"], timeout),
+    "broadcast": lambda timeout: rpc.broadcast(1, "w1", ["w0", "w1"], timeout),
+    "_all_gather": lambda timeout: _all_gather(1, {"w0", "w1"}, timeout),
+}
+NOT_NUMBERS = [(NAN, ValueError, "not nan"), ("x", TypeError, "not 'x'"), (None, TypeError, "not None")]
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_timeouts_of_waits_are_numbers(name: str) -> None:
+    """NaN is less than no number, so a wait that does not check it never ends."""
+    with cluster(2, graceful=False):
+        for timeout, error, text in NOT_NUMBERS:
+            with pytest.raises(error, match=f"has to be a number of seconds.*{text}"):
+                WAITS[name](timeout)
+        with pytest.raises((RpcTimeout, TelegradError)):
+            WAITS[name](-0.5)  # as of calls: it has expired
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error", "text"), [*NOT_NUMBERS, (-5, ValueError, "0 or more, not -5"), (-0.5, ValueError, "not -0.5")]
+)
+def test_invalid_timeout_of_a_shutdown_does_nothing(
+    timeout: Any, error: type[Exception], text: str, tmp_path: Any
+) -> None:
+    with cluster(1) as group:
+        for graceful in (True, False):
+            with pytest.raises(error, match=text):
+                group[0].shutdown(graceful, timeout)
+        assert group[0].rpc_sync("w0", abs, (-1,)) == 1
+    rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=Options(init_method=f"file://{tmp_path}/store"))
+    with pytest.raises(error, match=text):
+        rpc.shutdown(timeout=timeout)
+    assert rpc.rpc_sync("w0", abs, (-1,)) == 1
+    rpc.shutdown(timeout=INF)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, -1.0])
+def test_default_timeout_of_a_shutdown_is_the_option(timeout: float) -> None:
+    options = Options(shutdown_timeout=SOON)
+    with cluster(2, options, check=False, graceful=False) as group, pytest.raises(ShutdownTimeout, match="w1"):
+        group[0].shutdown(timeout=timeout)
