@@ -1,4 +1,4 @@
-"""Arguments of the functions for groups: timeouts."""
+"""Arguments of the functions for groups: timeouts, and functions for events."""
 
 from collections.abc import Callable
 from typing import Any
@@ -59,3 +59,20 @@ def test_default_timeout_of_a_shutdown_is_the_option(timeout: float) -> None:
     options = Options(shutdown_timeout=SOON)
     with cluster(2, options, check=False, graceful=False) as group, pytest.raises(ShutdownTimeout, match="w1"):
         group[0].shutdown(timeout=timeout)
+
+
+async def later(*_: object) -> None:
+    """Do nothing, in a coroutine."""
+
+
+@pytest.mark.parametrize("subscribe", [rpc.on_join, rpc.on_leave, rpc.on_lost])
+def test_functions_for_events_are_checked(subscribe: Callable[[Any], object]) -> None:
+    with cluster(1, dynamic=True) as group:
+        for wrong in (5, None, "print"):
+            with pytest.raises(TypeError, match=f"for events of the group has to be callable, and {wrong!r} is not"):
+                subscribe(wrong)
+        with pytest.raises(TypeError, match=r"the function .*later for events of the group is an async def"):
+            subscribe(later)
+        service = group[0]._worker.membership
+        assert service is not None
+        assert service.events._functions == {}

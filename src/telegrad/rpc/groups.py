@@ -1,5 +1,6 @@
 """Events of the group of a worker, and operations of all its live members."""
 
+import inspect
 import math
 import threading
 import time
@@ -13,6 +14,7 @@ from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.types import To, WorkerInfo
 from telegrad.waits import wait_for
 from telegrad.worker import Worker
+from telegrad.worker.calls.callables import name_of
 from telegrad.worker.default_worker import open_worker
 from telegrad.worker.membership.events import JOIN, LEAVE, LOSS, Subscription
 from telegrad.worker.membership.service import MembershipService
@@ -43,6 +45,13 @@ def seconds_of(worker: Worker, timeout: float) -> float | None:
 
 
 def _subscribe(kind: str, function: Callable[..., object]) -> Subscription:
+    if not callable(function):
+        raise TypeError(f"a function for events of the group has to be callable, and {function!r} is not")
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(
+            f"the function {name_of(function)} for events of the group is an async def, which would not run. Pass a"
+            " plain function; it may start the coroutine with asyncio.run."
+        )
     worker = open_worker()
 
     def run(*arguments: object) -> None:
@@ -65,6 +74,7 @@ def on_join(function: Callable[[WorkerInfo], object]) -> Subscription:
         The subscription; its ``remove()`` ends the calls.
 
     Raises:
+        TypeError: the function is not callable, or is an ``async def``.
         RuntimeError: this process has not joined a group (`NotInitialized`).
 
     Example::
@@ -85,6 +95,7 @@ def on_leave(function: Callable[[WorkerInfo], object]) -> Subscription:
         The subscription; its ``remove()`` ends the calls.
 
     Raises:
+        TypeError: the function is not callable, or is an ``async def``.
         RuntimeError: this process has not joined a group (`NotInitialized`).
 
     Example::
@@ -108,6 +119,7 @@ def on_lost(function: Callable[[WorkerInfo, str], object]) -> Subscription:
         The subscription; its ``remove()`` ends the calls.
 
     Raises:
+        TypeError: the function is not callable, or is an ``async def``.
         RuntimeError: this process has not joined a group (`NotInitialized`).
 
     Example::
