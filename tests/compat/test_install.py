@@ -14,6 +14,7 @@ import torch.distributed.nn
 import torch.distributed.optim
 import torch.distributed.rpc as torch_rpc
 
+import telegrad.compat.futures
 import telegrad.compat.rpc
 import telegrad.nn
 import telegrad.optim.local
@@ -22,7 +23,10 @@ from telegrad import compat
 from telegrad.compat.redirect import MODULES
 from telegrad.testing import cluster
 
-CHANGED = (torch._C, torch.distributed, torch.distributed.optim, torch.distributed.nn, torch.nn.parallel.distributed)
+CHANGED = (
+    *(torch._C, torch.distributed, torch.distributed.optim, torch.distributed.nn, torch.nn.parallel.distributed),
+    torch.futures,
+)
 SUBMODULES = ("api", "backend_registry", "constants", "functions", "internal", "options")
 
 
@@ -160,6 +164,23 @@ def test_everything_is_restored() -> None:
     assert torch.distributed.rpc is torch_rpc
     assert importlib.import_module("torch.distributed.rpc.api") is torch_rpc.api
     compat.uninstall()
+
+
+def test_wait_all_is_replaced_only_while_installed() -> None:
+    """An import of the replacements alone changes nothing."""
+    assert torch.futures.wait_all.__module__ == "torch.futures"
+    for _ in range(2):
+        compat.install()
+        assert torch.futures.wait_all is telegrad.compat.futures.wait_all
+        compat.uninstall()
+        assert torch.futures.wait_all.__module__ == "torch.futures"
+    parent: torch.futures.Future[int] = torch.futures.Future()
+    parent.set_result(1)
+    compat.install()
+    try:
+        assert torch.futures.wait_all([parent]) == [1]  # by torch's own
+    finally:
+        compat.uninstall()
 
 
 def test_raises_while_torchs_own_is_running(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch.futures import Future
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.wait_all import wait_all as _wait_all
 
-__all__ = ["install_wait_all", "wait_all"]
+__all__ = ["wait_all"]
 
 _torch_wait_all = torch.futures.wait_all
 
@@ -26,8 +26,3 @@ def wait_all(futures: list[Future[Any]]) -> list[Any]:
     if not any(isinstance(future, CallFuture) for future in futures):
         return _torch_wait_all(futures)
     return _wait_all(futures)
-
-
-def install_wait_all() -> None:
-    """Replace torch's function with :func:`wait_all`."""
-    torch.futures.wait_all = wait_all

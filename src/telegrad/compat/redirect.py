@@ -28,8 +28,9 @@ NAMES: Final = {
     ("torch.distributed.optim", "DistributedOptimizer"): "telegrad.compat.optim",
     ("torch.distributed.nn", "RemoteModule"): "telegrad.compat.nn",
     ("torch.nn.parallel.distributed", "RRef"): "telegrad.compat.rpc",
+    ("torch.futures", "wait_all"): "telegrad.compat.futures",
 }
-"""Names that other modules of torch copied from those at import, and the modules that replace them."""
+"""Names of other modules of torch, most of them copied from those at import, and the modules that replace them."""
 
 _AT_ONCE: Final = ("torch.distributed.rpc", "torch._C._distributed_rpc", "torch._C._distributed_autograd")
 """Modules to replace even if torch has not loaded them: the import system looks up nothing below ``torch._C``."""
@@ -54,6 +55,11 @@ class Redirect(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             for name, target in MODULES.items()
             if name in sys.modules or name in _AT_ONCE
         }
+        named = {
+            (module_name, name): getattr(importlib.import_module(target), name)
+            for (module_name, name), target in NAMES.items()
+            if module_name in sys.modules
+        }
         self._modules = {name: module for name, module in sys.modules.items() if _root_of(name)}
         for name in self._modules:
             del sys.modules[name]
@@ -61,9 +67,8 @@ class Redirect(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             parent, _, leaf = name.rpartition(".")
             sys.modules[name] = module
             self._set(sys.modules[parent], leaf, module)
-        for (module_name, name), target in NAMES.items():
-            if module_name in sys.modules:
-                self._set(sys.modules[module_name], name, getattr(importlib.import_module(target), name))
+        for (module_name, name), value in named.items():
+            self._set(sys.modules[module_name], name, value)
         sys.meta_path.insert(0, self)
 
     def stop(self) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Final, NoReturn
 from telegrad import observe as _observe
 from telegrad import rpc as _public
 from telegrad.compat import autograd as _autograd
-from telegrad.compat.futures import install_wait_all
 from telegrad.compat.rpc import _utils
 from telegrad.compat.rpc import invoke as _invoke
 from telegrad.errors import NotInitialized
@@ -72,8 +71,6 @@ globals().pop("BackendType", None)  # `import *` copied a version that may be re
 
 for _module in (api, backend_registry, constants, functions, internal, options):
     sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module
-
-install_wait_all()
 
 
 def __getattr__(name: str) -> Any:
