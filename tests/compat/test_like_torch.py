@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,6 +82,36 @@ def print_graph(rank: int, n: int, init_method: str, package: str) -> list[Any]:
             printed += [[f.name() for f, _ in s.next_functions] for s in recorded._send_functions().values()]
     rpc.shutdown()
     return printed
+
+
+def raise_errors(rank: int, n: int, init_method: str, package: str) -> list[list[str]]:
+    """Return the classes of Python of each error."""
+    found = []
+
+    def note(use: Callable[[], object]) -> None:
+        with pytest.raises(Exception) as raised:
+            use()
+        found.append([kind.__name__ for kind in (RuntimeError, TypeError, ValueError) if raised.errisinstance(kind)])
+
+    rpc: Any = importlib.import_module(f"{package}.rpc")
+    for name in (None, 3):
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"{init_method}{name}")
+        note(lambda: rpc.init_rpc(name, rank=rank, world_size=n, rpc_backend_options=options))  # noqa: B023
+    join(package, rank, n, init_method)
+    for worker in (1.5, []):
+        note(lambda: rpc.get_worker_info(worker))  # noqa: B023
+        note(lambda: rpc.api._get_current_rpc_agent().get_worker_info(worker))  # noqa: B023
+    note(lambda: rpc.rpc_sync(1.5, echo, (1,)))
+    rpc.shutdown()
+    return found
+
+
+def test_wrong_names_raise_errors_of_the_same_classes() -> None:
+    torchs, ours = (processes(1, raise_errors, package, method="fork")[0] for package in PACKAGES)
+    assert torchs[:3] == [["RuntimeError"], ["RuntimeError"], ["TypeError"]]
+    assert len(ours) == len(torchs)
+    for mine, theirs in zip(ours, torchs, strict=True):
+        assert set(theirs) <= set(mine)
 
 
 def test_references_and_forks_have_the_same_numbers() -> None:

@@ -40,8 +40,9 @@ class Agent:
 
         Raises:
             RuntimeError: the group has no such worker.
+            TypeError: ``worker`` is none of these.
         """
-        return self.worker.info if worker is None else self.worker.members.resolve(worker)
+        return self.worker.members.look_up(worker)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """Return the infos of all workers of the group."""

@@ -134,6 +134,7 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
     Raises:
         RuntimeError: this process has not joined a group (`NotInitialized`), or the group has no such worker
             (`UnknownWorker`; the text lists the workers of the group).
+        TypeError: the argument is none of these. The error is a ValueError as well, as that of calls.
 
     Example::
 
@@ -141,8 +142,7 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
         server = rpc.get_worker_info("worker1")
         print(me.id, server.id)  # 0 1
     """
-    worker = _worker()
-    return worker.info if worker_name is None else worker.members.resolve(worker_name)
+    return _worker().members.look_up(worker_name)
 
 
 def get_rpc_timeout() -> float:

@@ -35,6 +35,10 @@ drop_in: list[bool] = [False]
 """Whether this process runs as a drop-in. Then a missing rank comes from the environment on its own, as in torch."""
 
 
+class _NotAName(TelegradError, TypeError):
+    """Name of a worker that is not a string; torch raises RuntimeError for it."""
+
+
 def is_available() -> bool:
     """Return whether this package can be used.
 
@@ -78,7 +82,7 @@ def init_rpc(
         RuntimeError: this process has joined already, a name or rank is taken, the numbers of workers differ, or some
             workers did not join within ``rpc_timeout``.
         ValueError: the rank is missing.
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of the wrong kind. For the name, the error is a RuntimeError as well, as in torch.
 
     Example::
 
@@ -90,6 +94,9 @@ def init_rpc(
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    given: object = name
+    if not isinstance(given, str):
+        raise _NotAName(f"the name of a worker has to be a string, such as 'worker0', not {given!r}")
     if backend is None:
         backend = _infer_backend(rpc_backend_options)
     as_torch = isinstance(rpc_backend_options, TensorPipeRpcBackendOptions)

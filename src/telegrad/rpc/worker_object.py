@@ -269,7 +269,7 @@ class Worker:
 
     def get_worker_info(self, worker_name: str | int | None = None) -> WorkerInfo:
         """Look up a worker, by default this one, like `telegrad.rpc.get_worker_info`."""
-        return self.info if worker_name is None else self._worker.members.resolve(worker_name)
+        return self._worker.members.look_up(worker_name)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """List all workers of the group, in the order of their ids."""

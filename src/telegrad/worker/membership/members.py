@@ -9,10 +9,14 @@ from telegrad.errors import UnknownWorker, WorkerLost
 from telegrad.group.rendezvous import Member
 from telegrad.types import WorkerInfo
 
-__all__ = ["MAX_RETIRED", "Members"]
+__all__ = ["MAX_RETIRED", "Members", "NotAWorker"]
 
 MAX_RETIRED = 4096
 """Workers that have left a dynamic group and are remembered, for messages."""
+
+
+class NotAWorker(ValueError, TypeError):
+    """Value that is no name, id or info of a worker; torch raises either class for it."""
 
 
 class Members:
@@ -142,6 +146,20 @@ class Members:
         if info is None:
             raise UnknownWorker((self._info.name, self._info.id), to, tuple(i.name for i in self.infos()))
         return info
+
+    def look_up(self, to: object = None) -> WorkerInfo:
+        """Return a worker as `resolve` does, by default this one.
+
+        Raises:
+            NotAWorker: `to` is neither a name, an id nor an info.
+            UnknownWorker: There is no such worker.
+            WorkerLost: The worker died.
+        """
+        if to is None:
+            return self._info
+        if not isinstance(to, (str, int, WorkerInfo)):
+            raise NotAWorker(f"Cannot get WorkerInfo from name {to}")
+        return self.resolve(to)
 
     def resolve_any(self, to: object) -> WorkerInfo:
         """Return a worker as `resolve` does, also one that died."""
