@@ -217,7 +217,7 @@ def test_keys_depend_on_secret_and_group() -> None:
 
 @pytest.mark.parametrize("name", ["secret", "secret_file", "tls_cert", "tls_key", "tls_ca", "advertise"])
 def test_empty_text_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty secret must not be treated as no secret, and an empty path not as no certificate."""
+    """An empty text must not switch off a secret, or certificates."""
     with pytest.raises(ValueError, match=f"option {name} .* is empty"):
         Options(**{name: ""})  # type: ignore[arg-type]
     monkeypatch.setenv(f"TELEGRAD_{name.upper()}", "")
@@ -226,7 +226,7 @@ def test_empty_text_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_empty_certificates_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of variables of a shell that are not set."""
+    """Variables of a shell that are not set must not switch off certificates."""
     with pytest.raises(ValueError, match=r"tls_cert .* is empty, which would leave the worker without certificates"):
         Options(tls_cert="", tls_key="", tls_ca="")
     for name in ("CERT", "KEY", "CA"):
