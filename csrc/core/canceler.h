@@ -55,7 +55,7 @@ class Canceler {
   bool detach(std::uint64_t connection, std::uint64_t call, bool deferred) EXCLUDES(engine_mutex);
   /// Returns whether a request that has not been answered has been canceled.
   bool is_canceled(std::uint64_t connection, std::uint64_t call) const EXCLUDES(engine_mutex);
-  /// Records that the handler of a request was told that its deadline has passed. It may return early, so its reply is
+  /// Records that the handler of a request has seen that its deadline has passed. It may return early, so its reply is
   /// no result, even if it arrives before the caller has noticed the deadline.
   void mark_late(std::uint64_t connection, std::uint64_t call) EXCLUDES(engine_mutex);
   /// Forgets a request, which the calling thread answers. Returns whether it is late.

@@ -169,7 +169,7 @@ class Engine final : public ForkHandler {
   bool is_canceled(std::uint64_t connection, std::uint64_t call) const {
     return parts_.canceler.is_canceled(connection, call);
   }
-  /// Records that the handler of a request was told that its deadline has passed: the call times out.
+  /// Records that the handler of a request has seen that its deadline has passed: the call times out.
   void mark_late(std::uint64_t connection, std::uint64_t call) { parts_.canceler.mark_late(connection, call); }
 
   // ---- memory. Any thread, never blocks.

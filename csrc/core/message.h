@@ -78,7 +78,7 @@ enum FrameFlags : std::uint16_t {
   kLeftOut = wire::Flag::kLeftOut,
   // The request runs even if its caller cancels it, is lost, or its deadline has passed: others count on its result.
   kMustRun = wire::Flag::kMustRun,
-  // The handler was told that the deadline of its request had passed: its reply is no result.
+  // The handler has seen that the deadline of its request had passed: its reply is no result.
   kLate = wire::Flag::kLate,
   // The last segment is a trailer: data that both ends count on, kept when the content of a message is left out.
   kTrailer = wire::Flag::kMetadata,

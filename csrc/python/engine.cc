@@ -268,7 +268,7 @@ void init_engine(nb::module_& m) {
       .def("is_canceled", &Engine::is_canceled, "connection"_a, "call"_a,
            "Return whether a request that has no reply yet has been canceled.")
       .def("mark_late", &Engine::mark_late, "connection"_a, "call"_a,
-           "Record that the handler of a request was told that its deadline has passed.\n\n"
+           "Record that the handler of a request has seen that its deadline has passed.\n\n"
            "The call times out, whatever the reply to the request is.")
       .def("largest_body", &Engine::largest_body, "connection"_a,
            "Return the size limit in bytes of a reply's body; a larger body is left out.")

@@ -330,7 +330,7 @@ class Engine:
 
     def mark_late(self, connection: int, call: int) -> None:
         """
-        Record that the handler of a request was told that its deadline has passed.
+        Record that the handler of a request has seen that its deadline has passed.
 
         The call times out, whatever the reply to the request is.
         """

@@ -270,7 +270,7 @@ def test_store_operations_are_linear_in_the_group_size() -> None:
 
 
 def test_a_process_hosts_no_store_of_a_dynamic_group_that_has_ended() -> None:
-    """Its port closes when the process hosts another one; that of a group with members stays open."""
+    """The port of a group with members stays open."""
     ports = [free_port() for _ in range(3)]
     first, lasting = (Worker("w", options=Options(init_method=f"tcp://127.0.0.1:{port}")) for port in ports[:2])
     first.shutdown()

@@ -116,7 +116,10 @@ def makes_a_reference(gate: Gate) -> Any:
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[[Gate, Callable[[], object]], None]]:
-    """Return a function that runs another one, in which a signal raises Alarm once a handler has entered a gate."""
+    """Return a function that runs another one, and raises Alarm in it by a signal.
+
+    The signal arrives once a handler has entered a gate.
+    """
 
     def on_signal(*_: object) -> None:
         raise Alarm

@@ -170,7 +170,7 @@ def has_members(store: Store) -> bool:
 
 
 def has_ended(store: Store) -> bool:
-    """Return whether a dynamic group at a store has had members, and has none any more."""
+    """Return whether a dynamic group at a store has had members, and has none now."""
     view = _view_of(store)
     return view.epoch > 0 and not view.members
 

@@ -117,7 +117,10 @@ class _Copier:
         return self._left >= 0
 
     def _is_new(self, address: int) -> bool:
-        """Return whether this is found for the first time: parts that are one object, or share memory, arrive so."""
+        """Return whether this is found for the first time.
+
+        Parts that are one object, or share memory, arrive so.
+        """
         if address in self._found:
             return False
         self._found.add(address)

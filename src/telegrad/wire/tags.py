@@ -46,7 +46,7 @@ class Flag(IntFlag):
     # Of CALL: run it on the value of this reference. Without a name the reply is the value itself. A method's name runs
     # that method; a function's name runs that function, with the value as its first argument.
     RECEIVER = 1 << 8
-    LATE = 1 << 9  # of replies, core: the handler was told that the deadline had passed, so the call times out
+    LATE = 1 << 9  # of replies, core: the handler has seen that the deadline had passed, so the call times out
 
     MUST_RUN = 1 << 12  # core: the request runs even if its caller cancels it, is lost, or its deadline has passed
     LEFT_OUT = 1 << 13  # core: content left out; the body is a LeftOut and a text, the only segment the metadata

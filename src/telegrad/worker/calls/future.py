@@ -244,7 +244,10 @@ class CallFuture(torch.futures.Future[T]):
 
 
 def _is_cancellation(error: BaseException | None) -> bool:
-    """Return whether the program has canceled the call; its function may have raised Cancelled as well."""
+    """Return whether the program has canceled the call.
+
+    Its function may have raised Cancelled as well.
+    """
     return isinstance(error, Cancelled) and not isinstance(error, RemoteError)
 
 
@@ -283,7 +286,7 @@ def awaitable_of(future: torch.futures.Future[T]) -> Awaitable[T]:
 
 @contextmanager
 def cancel_if_interrupted(future: CallFuture[Any]) -> Iterator[None]:
-    """Start and wait for a call in this block; an exception before its end cancels the call."""
+    """Cancel the call if this block, which starts and awaits it, ends early."""
     future._read = True  # the caller gets a failure
     try:
         yield

@@ -236,7 +236,7 @@ class _Chain:
         return last if result is last or (call and result._parent_call == call) else None
 
     def limit(self, work: PendingWork) -> None:
-        """Complete the call with RpcTimeout at the end of its timeout, or when the worker closes.
+        """End the call at its timeout with RpcTimeout, or when the worker closes.
 
         For results that the timeouts of calls do not limit. An interceptor may have changed the timeout.
         """

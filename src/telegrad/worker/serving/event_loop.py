@@ -86,7 +86,7 @@ class _StateSwapped(Coroutine[object, object, object]):
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
-    """Make a task of a handler's coroutine; it runs in the torch state of the code that makes it.
+    """Make a task of a handler's coroutine, with the torch state of its creator.
 
     Torch's state is the thread's, which all coroutines of a worker share.
     """

@@ -191,7 +191,7 @@ class AllowList:
         return getattr(value, name)
 
     def method_of_module(self, value: Any, name: str) -> Any:
-        """Return a method of a remote module: one that is torch's own, or one that is exposed."""
+        """Return a method of a remote module: one of torch, or one that is exposed."""
         if name not in METHODS_OF_MODULES or not _has_method_of_torch(value, name):
             self._require_member(value, name)
         elif name == "get_submodule":
@@ -234,7 +234,7 @@ class AllowList:
 
 
 def _has_method_of_torch(value: Any, name: str) -> bool:
-    """Return whether a module has torch's method of this name: no class of the program overrides it."""
+    """Return whether a module has torch's method of this name, not an override."""
     if not isinstance(value, torch.nn.Module) or name in value.__dict__:
         return False
     definer = next((each for each in type(value).__mro__ if name in each.__dict__), None)
@@ -242,7 +242,9 @@ def _has_method_of_torch(value: Any, name: str) -> bool:
 
 
 def _submodule(module: torch.nn.Module, target: str) -> torch.nn.Module:
-    """Return a submodule as `torch.nn.Module.get_submodule` does, but read no attribute: it may be a property.
+    """Return a submodule, as `torch.nn.Module.get_submodule`.
+
+    Reads no attribute: it may be a property.
 
     Raises:
         AttributeError: There is no such submodule.
