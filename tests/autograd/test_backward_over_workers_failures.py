@@ -258,7 +258,7 @@ def test_a_gradient_of_a_lost_worker_that_arrives_during_the_loss(four: Cluster,
             assert _inside.wait(20)
             received = there.table[context_id].requests_received
             counted = dict(received)
-            there.peer_lost(2, 0)
+            there.peer_lost(2, 1)
             received.update(counted)  # in truth the session goes on
             gate.set()
 
