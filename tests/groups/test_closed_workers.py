@@ -329,7 +329,8 @@ def test_no_loop_starts_after_the_end(monkeypatch: pytest.MonkeyPatch, capfd: py
     gate.open()
     eventually(lambda: not core.pool.threads(), TIMEOUT)
     core.timers.call_later(0.0, lambda: ran.value.append(2))
-    assert not [t for t in threading.enumerate() if t.name in ("telegrad-w1-loop", "telegrad-w1-timers")]
+    ended = ("telegrad-w1-loop", "telegrad-w1-timers")
+    eventually(lambda: not [t for t in threading.enumerate() if t.name in ended], TIMEOUT)
     assert ran.value == []
     with pytest.raises(NotInitialized):
         kept.wait()
