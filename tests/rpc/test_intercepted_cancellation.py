@@ -272,6 +272,7 @@ def test_pending_calls_end_with_their_worker(timeout: float) -> None:
         with rpc.intercept(client=lambda *_: torch.futures.Future()):
             futures.append(rpc.rpc_async("w1", abs, (-1,), timeout=timeout))
     for future in futures:
+        eventually(future.done)
         with pytest.raises(NotInitialized, match="abs on w1 was pending when this worker shut down"):
             future.wait()
 

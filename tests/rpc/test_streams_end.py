@@ -101,11 +101,12 @@ def test_close_wakes_a_reader_that_waits(two: Cluster) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     gate.wait_for()
-    eventually(lambda: stream._receiver._reader)
+    receiver = stream._receiver
+    eventually(lambda: receiver._is_slow and not receiver._may_hold)  # it has asked for items that are held back
     stream.close()
-    reader.join(10)
+    eventually(lambda: raised)  # while the generator's step still runs
     gate.open()
-    assert raised
+    reader.join()
 
 
 @pytest.mark.parametrize("items", [0, 1, 2])

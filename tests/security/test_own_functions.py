@@ -53,6 +53,7 @@ class Overriding(nn.Module):
         super().__init__()
         self.layer = nn.Sequential(nn.Linear(1, 1))
         self.half = secret
+        self.register_module("none", None)
 
     def train(self, command: object = None) -> Any:
         return secret()
@@ -69,7 +70,7 @@ def test_methods_of_the_program_are_not_those_of_torch(group: Any) -> None:
     value = rpc.get_service("overriding")
     refused(lambda: rpc.rpc_sync("w1", owner.change, (value, "train", ("command",), {})))
     refused(lambda: rpc.rpc_sync("w1", owner.change, (value, "half", (), {})))
-    for target in ("secret", "layer.secret", "layer.0.weight", "layer.__class__"):
+    for target in ("secret", "none", "layer.secret", "layer.0.weight", "layer.__class__"):
         with pytest.raises(AttributeError, match=f"has no submodule `{target.rpartition('.')[2]}`"):
             rpc.rpc_sync("w1", owner.submodule_of, (value, target))
     assert rpc.rpc_sync("w1", owner.submodule_of, (value, "layer.0"))._get_type() is nn.Linear

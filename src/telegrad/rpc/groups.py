@@ -1,6 +1,5 @@
 """Events of the group of a worker, and operations of all its live members."""
 
-import inspect
 import math
 import threading
 import time
@@ -14,7 +13,7 @@ from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.types import To, WorkerInfo
 from telegrad.waits import wait_for
 from telegrad.worker import Worker
-from telegrad.worker.calls.callables import name_of
+from telegrad.worker.calls.callables import require_plain_function
 from telegrad.worker.default_worker import open_worker
 from telegrad.worker.membership.events import JOIN, LEAVE, LOSS, Subscription
 from telegrad.worker.membership.service import MembershipService
@@ -45,13 +44,8 @@ def seconds_of(worker: Worker, timeout: float) -> float | None:
 
 
 def _subscribe(kind: str, function: Callable[..., object]) -> Subscription:
-    if not callable(function):
-        raise TypeError(f"a function for events of the group has to be callable, and {function!r} is not")
-    if inspect.iscoroutinefunction(function):
-        raise TypeError(
-            f"the function {name_of(function)} for events of the group is an async def, which would not run. Pass a"
-            " plain function; it may start the coroutine with asyncio.run."
-        )
+    remedy = "Pass a plain function; it may start the coroutine with asyncio.run."
+    require_plain_function(function, "a function for events of the group", remedy)
     worker = open_worker()
 
     def run(*arguments: object) -> None:

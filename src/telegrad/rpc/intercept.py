@@ -1,7 +1,6 @@
 """The program's part in every call: interceptors, picklers and types."""
 
 import dataclasses
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, Self, TypeVar
 from telegrad.errors import TelegradError
 from telegrad.serialize.plain_data import pack_dataclass, unpack_dataclass
 from telegrad.serialize.program_pickler import BodyPickler, Pickler
-from telegrad.worker.calls.callables import name_of
+from telegrad.worker.calls.callables import require_plain_function
 from telegrad.worker.calls.interceptors import Interceptor
 from telegrad.worker.default_worker import open_worker
 
@@ -19,6 +18,7 @@ __all__ = ["Registration", "intercept", "register_type", "use_pickler"]
 
 T = TypeVar("T")
 
+_REMEDY = "Return proceed(call), which is a future, and use its then() for what follows."
 _OWN_PACKAGES = frozenset(("builtins", "torch", "telegrad"))
 _OWN_TYPES = frozenset((OrderedDict, partial))  # of the standard library, in messages of Telegrad
 
@@ -101,7 +101,7 @@ def intercept(client: Interceptor | None = None, server: Interceptor | None = No
         raise ValueError("rpc.intercept needs an interceptor: pass client=, server=, or both")
     for interceptor in (client, server):
         if interceptor is not None:
-            _check_interceptor(interceptor)
+            require_plain_function(interceptor, "an interceptor", _REMEDY)
     worker = open_worker()
     pairs = ((worker.calls.interceptors, client), (worker.handlers.interceptors, server))
     for interceptors, interceptor in pairs:
@@ -114,16 +114,6 @@ def intercept(client: Interceptor | None = None, server: Interceptor | None = No
                 interceptors.remove(interceptor)
 
     return Registration(remove)
-
-
-def _check_interceptor(interceptor: object) -> None:
-    if not callable(interceptor):
-        raise TypeError(f"an interceptor has to be callable, and {interceptor!r} is not")
-    if inspect.iscoroutinefunction(interceptor):
-        raise TypeError(
-            f"the interceptor {name_of(interceptor)} is an async def. An interceptor is a plain function: return"
-            " proceed(call), which is a future, and use its then() for what follows."
-        )
 
 
 def use_pickler(pickler: Pickler) -> Registration:

@@ -410,12 +410,12 @@ class Receiver:
             if not self._is_pulling:
                 self._streams.receivers.pop(self._number, None)
             # A thread that waits for one of these polls the network, and looks for nothing else.
-            awaited = [self._flush, self._pull] if self._reader is not None and not self.is_async else []
+            futures: tuple[CallFuture[Any] | None, ...] = (self._flush, self._pull)
+            is_awaited = self._reader is not None and not self.is_async
         if is_open:
             self._tell_closed()
-        for future in awaited:
-            if future is not None:
-                future.cancel()
+        for future in filter(None, futures if is_awaited else ()):
+            future.cancel()
 
     def _tell_closed(self) -> None:
         worker, to = self.worker, self.peer
@@ -437,13 +437,8 @@ class Receiver:
             self._notify()
 
     def idle_call(self) -> tuple[object, ...] | None:
-        """Return a value that identifies the request in progress.
-
-        Return None if there is none, or if a reader waits for it.
-        """
-        if not self._is_pulling or self._reader is not None:
-            return None
-        return ("pull", self._number, self._pulls)
+        """Identify the request in progress; None without one, or if it is awaited."""
+        return ("pull", self._number, self._pulls) if self._is_pulling and self._reader is None else None
 
 
 def _closed_at_callee(stream: Receiver) -> str:

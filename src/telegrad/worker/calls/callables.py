@@ -1,6 +1,7 @@
 """Functions, methods and arguments of a call, as given by the program."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "name_of",
     "read_attribute",
     "read_with",
+    "require_plain_function",
     "rerun_for_torch_error",
     "run",
 ]
@@ -36,6 +38,23 @@ def name_of(function: object) -> str:
 def full_name_of(function: object) -> str:
     """Return the name of a function with its module, for people."""
     return f"{getattr(function, '__module__', '?')}.{name_of(function)}"
+
+
+def require_plain_function(function: object, role: str, remedy: str) -> None:
+    """Check a function of the program that Telegrad calls, and does not await.
+
+    Args:
+        function: The function.
+        role: Its role, for the error.
+        remedy: How to use a coroutine instead.
+
+    Raises:
+        TypeError: It is not callable, or is an ``async def``.
+    """
+    if not callable(function):
+        raise TypeError(f"{role} has to be callable, and {function!r} is not")
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(f"{role} has to be a plain function, and {name_of(function)} is an async def. {remedy}")
 
 
 def is_scripted(function: object) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -250,9 +250,10 @@ def _submodule(module: torch.nn.Module, target: str) -> torch.nn.Module:
         AttributeError: There is no such submodule.
     """
     for name in target.split(".") if target else ():
-        if name not in module._modules:
+        # A scripted module has no `get`; a name may be registered without a module.
+        if name not in module._modules or (child := module._modules[name]) is None:
             raise AttributeError(f"{type(module).__name__} has no submodule `{name}`")
-        module = cast("torch.nn.Module", module._modules[name])
+        module = child
     return module
 
 
