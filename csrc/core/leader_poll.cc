@@ -112,6 +112,7 @@ bool Leader::poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term t
 
 /// Polls once while spinning. Most of these polls read only the links that were active last.
 bool Leader::poll_once(std::uint32_t turn) {
+  if (parts_.sender.exchange_can_continue()) return poll_fds(0);
   if (!busy_polled_.empty() && ++memory_polls_ % kMemoryPolls != 0) {
     const bool found = poll_memory();
     if (found || !last_active_ || last_active_->busy_polled) return found;

@@ -94,7 +94,7 @@ SendResult Sender::transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing> m)
 SendResult Sender::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Transmission& p) {
   const bool is_request = m->header.type == FrameType::kRequest;
   const std::int64_t counted = is_request ? weight(m->payload_size()) : 0;
-  m->large = c->link->is_large(*m);
+  m->large = !m->segments.empty() && c->link->is_large(*m);
   if (is_request) {
     if (m->large) c->large_unsent.fetch_add(counted, std::memory_order_relaxed);
     c->outstanding.fetch_add(counted, std::memory_order_relaxed);
@@ -120,6 +120,7 @@ SendResult Sender::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgo
     if (state == SendState::kSent) return SendResult::kDone;
     if (state == SendState::kBroken) return SendResult::kBroken;
     blocked = true;
+    if (c->link->may_continue()) can_continue_.store(true, std::memory_order_relaxed);
   }
   if (m->large) m->request_weight = counted;  // `copy_payload` makes the message smaller
   if (p.copy) {
@@ -178,6 +179,7 @@ void Sender::flush(const ConnectionPtr& c) {
     }
     const bool left = buffered || !c->queue.empty() || !c->overtaking.empty() || c->link->sends_again();
     watch_writable(*c, left && waits_for_fd);
+    if (left && c->link->may_continue()) can_continue_.store(true, std::memory_order_relaxed);
   }
   parts_.peers.open_lanes(c);
   if (!done.empty()) {

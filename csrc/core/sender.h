@@ -157,6 +157,11 @@ class Sender {
   /// Returns when the first of these was coalesced, or kNever.
   Nanos coalescing_since() const { return coalescing_since_.load(std::memory_order_relaxed); }
 
+  /// Returns whether a link has more of a message to send and could do so at once, since this was last called.
+  bool exchange_can_continue() {
+    return can_continue_.load(std::memory_order_relaxed) && can_continue_.exchange(false, std::memory_order_relaxed);
+  }
+
   // ---- waiting
 
   /// Waits until the memory of a message has been sent. If the wait ends earlier, the unsent bytes are copied, as the
@@ -232,6 +237,7 @@ class Sender {
   const std::int64_t window_;
   std::vector<ConnectionPtr> coalescing_ GUARDED_BY(engine_mutex);  // connections with coalesced messages
   std::atomic<Nanos> coalescing_since_ = kNever;
+  std::atomic<bool> can_continue_ = false;  // a hint: without it, the leader spins before it sends more
   std::atomic<std::uint64_t> sent_messages_ = 0;
 };
 

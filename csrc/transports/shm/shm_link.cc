@@ -181,7 +181,7 @@ SendState ShmLink::send(Outgoing& m) {
   return state;
 }
 
-bool ShmLink::is_large(const Outgoing& m) const { return large_bytes(m, kSizes) > 0; }
+bool ShmLink::is_large(const Outgoing& m) const { return !m.segments.empty() && large_bytes(m, kSizes) > 0; }
 
 SendState ShmLink::send_between(Outgoing& m) {
   turn_is_over_ = false;
