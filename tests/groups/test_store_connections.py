@@ -146,7 +146,7 @@ def test_operations_fail_until_the_store_is_verified() -> None:
 class Breaking(HashStore):  # type: ignore[misc]
     """Store of a program that cannot be cloned."""
 
-    def check(self, keys: list[str]) -> bool:
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         raise StoreGone("broken")
 
 

@@ -19,6 +19,7 @@ __all__ = ["C10dStore", "GroupStore", "group_store_of", "outlives_groups"]
 logger: logging.Logger = logging.getLogger("telegrad")
 
 _LOG = "log/{:010}"
+_NO_VALUE = b"\0no value"  # returned for a missing key, as the expected value
 
 T = TypeVar("T")
 
@@ -115,7 +116,9 @@ class C10dStore:
             raise
 
     def get(self, key: str) -> str | None:
-        return self._use(lambda store: _text(store.get(key)) if store.check([key]) else None)
+        # One request, and no wait for a missing key: a comparison that fails returns the value that is there.
+        found = bytes(self._use(lambda store: store.compare_set(key, _NO_VALUE, _NO_VALUE)))
+        return None if found == _NO_VALUE else _text(found)
 
     def set(self, key: str, value: str) -> None:
         self._use(lambda store: store.set(key, value))
