@@ -259,6 +259,16 @@ def test_rank_of_a_newcomer_that_never_joined() -> None:
         assert group[2]._worker.info.id != 5
 
 
+def test_a_wait_that_is_shorter_than_the_lease_says_so() -> None:
+    options = Options(rpc_timeout=0.2, member_lease=1000.0)
+    with cluster(1, options, dynamic=True) as group:
+        log = log_of(group.store, group[0])
+        value = lease_value(1, "another host/1/1", 0, 1000.0, "x")
+        log.store.set(lease_key(5), sealed_lease(5, value, group[0]._worker.group))
+        with pytest.raises(RuntimeError, match=r"has ended at most 1000 s \(member_lease\) ago, or is alive"):
+            Worker("y", 5, None, options, store=group.store)
+
+
 def test_worker_that_closed_without_a_shutdown_comes_back_at_once() -> None:
     with cluster(1, dynamic=True) as group:
         for turn in range(3):

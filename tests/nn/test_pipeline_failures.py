@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from telegrad.errors import RemoteError, RpcTimeout, SerializationError
 from telegrad.nn import Pipeline
-from telegrad.testing import Cluster, assert_quiescent, cluster
+from telegrad.nn.pipeline import requests
+from telegrad.testing import Cluster, assert_quiescent, cluster, eventually
 from telegrad.worker.default_worker import open_worker
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
@@ -223,3 +224,43 @@ def test_a_timeout() -> None:
     model = one_process(2)
     assert pipe.step(x, target=target, timeout=0) == step_here(model, x, target, micro_batches=3)
     assert equal(gradients(pipe), gradients_here(model))
+
+
+async def expired(*_: object) -> None:
+    """Take the place of a late `run_step`: the stage learns of no deadline."""
+    raise OSError("late")
+
+
+@pytest.mark.usefixtures("three", "quiet")
+def test_gradients_are_reset_after_a_step_whose_end_no_request_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipeline([("w0", Gated, ("first",))], F.mse_loss, micro_batches=3)
+    x, target = batch(6)
+    gate = gates["first"] = Gate()
+    for request in ("run_step", "drop_step"):
+        monkeypatch.setattr(f"telegrad.nn.pipeline.requests.{request}", expired)
+    with pytest.raises(OSError, match="late"):
+        pipe.step(x, target=target)
+    monkeypatch.undo()
+    assert gate.entered.wait(30)
+    resetting = in_a_thread(on_this_worker(pipe.zero_grad))
+    stage = requests._stage(*pipe._rrefs[0].id)
+    eventually(lambda: bool(stage._on_idle))
+    gate.opened.set()
+    resetting.join()
+    del gates["first"]
+    assert stage._step is None
+    assert not any(one is not None for one in gradients(pipe))
+
+
+class Stops(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return next(iter([x][1:]))
+
+
+@pytest.mark.usefixtures("three", "quiet")
+def test_stop_iteration_of_a_module() -> None:
+    pipe = Pipeline([("w1", Stops)], loss_of_first, micro_batches=1)
+    with pytest.raises(RuntimeError, match="the stage raised StopIteration") as raised:
+        pipe.step(batch(2)[0])
+    assert "forward pass of micro-batch 0" in raised.value.__notes__[-1]
+    del raised

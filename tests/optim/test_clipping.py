@@ -1,6 +1,6 @@
 """Clipping and scaling of gradients over several workers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from torch.nn.utils import clip_grad_norm_ as clip_locally
 
 from telegrad import autograd, rpc
 from telegrad.optim import DistributedOptimizer, GradScaler, clip_grad_norm_
+from telegrad.optim.gradients import unscale
+from telegrad.optim.local import LocalOptimizer
 from telegrad.testing import Cluster, assert_quiescent, cluster
 
 
@@ -282,6 +284,63 @@ def test_an_overflow_on_one_owner_skips_the_step_on_all() -> None:
     assert torch.equal(model.values()[0], before[0] - 0.1 * (2.0 / 2.0))
     with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update"):
         scaler.step(optimizer)
+
+
+def test_gradients_are_unscaled_once_if_an_owner_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    fails: list[bool] = []
+    exclusive = LocalOptimizer.exclusive
+
+    def fails_on_w2(self: LocalOptimizer, *args: Any, **kwargs: Any) -> Any:
+        if self._worker.info.name == "w2" and fails:
+            fails.pop()
+            raise OSError("the lock is held")
+        return exclusive(self, *args, **kwargs)
+
+    monkeypatch.setattr(LocalOptimizer, "exclusive", fails_on_w2)
+    for _ in range(2):
+        before = model.values()
+        give_grads(model, 4.0)
+        fails.append(True)
+        with pytest.raises(OSError, match="the lock is held"):
+            scaler.step(optimizer)
+        assert not fails
+        scaler.step(optimizer)
+        scaler.update()
+        assert_moved(model, before)
+        optimizer.zero_grad()
+
+
+def test_new_gradients_are_unscaled_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    before = model.values()
+    give_grads(model, 4.0)
+    monkeypatch.setattr("telegrad.optim.gradients.unscale", unscale_but_on_w2)
+    with pytest.raises(OSError, match="w2"):
+        scaler.step(optimizer)
+    monkeypatch.undo()
+    optimizer.zero_grad()
+    give_grads(model, 4.0)
+    scaler.step(optimizer)
+    assert_moved(model, before)
+
+
+def assert_moved(model: Spread, before: list[Tensor]) -> None:
+    """Check that gradients of 4 (weights) and 5 (biases) were divided by 4 once."""
+    for number, (value, old) in enumerate(zip(model.values(), before, strict=True)):
+        torch.testing.assert_close(value, old - 0.1 * (4 + number % 2) / 4)
+
+
+def unscale_but_on_w2(found: Iterable[Tensor], inverse: float) -> bool:
+    if rpc.get_worker_info().name == "w2":
+        raise OSError("w2")
+    return unscale(found, inverse)
 
 
 def test_a_scaler_that_is_off_and_a_local_optimizer() -> None:

@@ -237,6 +237,27 @@ def test_a_lost_owner_is_named() -> None:
             optimizer.step(context_id)
 
 
+@pytest.mark.parametrize("left", ["w1", "w2", "w3"])
+def test_an_owner_that_has_left_is_named_and_the_others_step(left: str) -> None:
+    with cluster(4, dynamic=True, graceful=False) as group:
+        parameters = weights(layers("w1", "w2", "w3"))
+        optimizer = DistributedOptimizer(optim.SGD, parameters, lr=1.0)
+        for parameter in parameters:
+            rpc.rpc_sync(parameter.owner(), give_gradient, (parameter,))
+        stayed = [parameter for parameter in parameters if parameter.owner_name() != left]
+        before = [parameter.to_here().detach().clone() for parameter in stayed]
+        next(worker for worker in group if worker.info.name == left).shutdown()
+        with pytest.raises(WorkerLost, match=f"worker {left} is lost: it shut down"):
+            optimizer.step()
+        for parameter, value in zip(stayed, before, strict=True):
+            assert torch.equal(parameter.to_here(), value - 1)
+
+
+def give_gradient(parameter: RRef[Tensor]) -> None:
+    value = parameter.local_value()
+    value.grad = torch.ones_like(value)
+
+
 # ---- a group that cannot be added
 
 

@@ -151,6 +151,20 @@ def test_hooks_of_the_state() -> None:
     assert seen == ["before", 1, "after"]
 
 
+def test_a_hook_may_change_the_state_in_place() -> None:
+    model = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+
+    def hook(_: object, state: dict[str, Any]) -> None:
+        state["param_groups"] = [{**group, "lr": 0.5} for group in state["param_groups"]]
+
+    optimizer.register_load_state_dict_pre_hook(hook)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert saved["param_groups"][0]["lr"] == 0.1, "the caller's is unchanged"
+
+
 # ---- what goes wrong
 
 

@@ -289,3 +289,8 @@ def test_groups_are_separate() -> None:
         outer[1].rpc_sync("w0", remember, (seen,))
         assert here() == "w0"
     assert seen.value == ["w1", "w0"]
+
+
+def test_a_dynamic_group_that_cannot_join_leaves_nothing() -> None:
+    with pytest.raises(RuntimeError, match=r"taken|not unique"), cluster(2, names="same", dynamic=True):
+        pass

@@ -388,3 +388,24 @@ def test_actions_and_types_are_those_of_the_core() -> None:
     enum = re.search(r"enum class FaultAction[^{]*\{(.*?)\};", (REPO / "csrc/core/faults.h").read_text(), re.DOTALL)
     assert enum
     assert tuple(name.lower() for name in re.findall(r"^  k(\w+)", enum[1], re.MULTILINE)) == ACTIONS
+
+
+def test_a_wait_begins_after_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault happens while `wait` reads what has been applied."""
+    with workers("shm", Rule("drop", "w0", "w1", "call")) as group:
+        found = group[0]._worker.faults
+        assert found is not None
+        monkeypatch.setattr(faults, "_workers", lambda: iter([found]))
+        applied, counted = type(found).applied, [0]
+
+        def late(self: Any) -> list[Any]:
+            counted[0] += 1
+            result = applied(self)
+            if counted[0] == 1:
+                with pytest.raises(WorkerLost):
+                    rpc.rpc_sync("w1", abs, (1,))
+            return result
+
+        monkeypatch.setattr(type(found), "applied", late)
+        faults.wait(1, timeout=20.0)
+        assert counted[0] == 2

@@ -23,7 +23,7 @@ from telegrad.errors import TelegradError
 from telegrad.group import rendezvous
 from telegrad.group.group_store import group_store_of, outlives_groups
 from telegrad.group.lease import read_lease
-from telegrad.group.process_identity import GONE, fate_of
+from telegrad.group.process_identity import GONE, RUNNING, fate_of, own_process
 from telegrad.group.store_parts import ATTEMPT
 from telegrad.group.store_waits import Part, Store, place_of, wait_for_keys
 from telegrad.protocols.leases import Timing, Watch, process_of
@@ -175,7 +175,10 @@ class Attempts:
         if not self._is_complete(attempt):
             return True
         pulse = self._pulse_of(attempt)
-        return bool(pulse.observe()) and (not self._run or pulse.goes_on)
+        lives = pulse.observe()
+        if lives is False:
+            del self._pulses[attempt]  # a worker that was stopped may renew its lease again
+        return bool(lives) and (not self._run or pulse.goes_on)
 
     def _is_complete(self, attempt: str) -> bool:
         return rendezvous.has_list(Part(attempt, self._store))
@@ -206,12 +209,17 @@ class _Pulse:
         return any(watch.changed >= watch.begun + watch.timing.lifetime for watch in self._watches.values())
 
     def observe(self) -> bool | None:
-        """Return whether another worker lives; None if that is not known yet."""
+        """Return whether another worker lives; None if that is not known yet.
+
+        A live worker may be unable to renew its lease for a while, so only the end of the lease or the process counts.
+        """
         now = time.monotonic()
         for rank, watch in list(self._watches.items()):
             watch.observe(now, self._read(rank))
-            if watch.renewals:
+            process = process_of(watch.value)
+            fate = fate_of(process)
+            if watch.renewals or (fate == RUNNING and process != own_process()):
                 return True
-            if watch.ended or watch.is_silent(now) or fate_of(process_of(watch.value)) == GONE:
+            if watch.has_expired(now) or fate == GONE:
                 del self._watches[rank]
         return None if self._watches else False

@@ -27,7 +27,7 @@ from telegrad.protocols.leases import (
 )
 from telegrad.waits import Wait
 
-__all__ = ["Lease", "Taken", "lease_key", "read_lease", "sealed_lease"]
+__all__ = ["Lease", "NotExpired", "Taken", "lease_key", "read_lease", "sealed_lease"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -37,6 +37,10 @@ _MAX_WRITES = 3  # until a renewal gives up: another program writes to the lease
 
 class Taken(TelegradError):
     """A live process has the lease."""
+
+
+class NotExpired(Taken):
+    """The wait ended before the lease: its process may have ended."""
 
 
 def lease_key(worker_id: int) -> str:
@@ -120,6 +124,7 @@ class Lease:
 
         Raises:
             Taken: The holder is alive.
+            NotExpired: The wait has ended before that was known.
         """
         found = self._store.get(self._key)
         watch = Watch(self._timing, time.monotonic(), self._read(found))
@@ -130,8 +135,10 @@ class Lease:
                 if found == mine:
                     return
                 self._held = None
-            if watch.renewals or self._holder_runs(watch) or not wait.left:
+            if watch.renewals or self._holder_runs(watch):
                 raise Taken(f"{describe()} is alive")
+            if not wait.left:
+                raise NotExpired(f"the lease of {describe()} has not expired")
             wait.step(lambda: (f"the end of {describe()}", "its lease has not expired"))
             time.sleep(_POLL)
             found = self._store.get(self._key)

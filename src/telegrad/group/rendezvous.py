@@ -27,6 +27,7 @@ __all__ = [
     "Group",
     "JoinRefused",
     "Member",
+    "Outdated",
     "StoreGone",
     "agree",
     "gather_static",
@@ -44,6 +45,13 @@ _MEMBERS = "members"
 
 class JoinRefused(TelegradError):
     """The group at this store cannot accept this worker."""
+
+
+class Outdated(TelegradError):
+    """The list of members has an earlier process of this worker.
+
+    That one ended while the group met.
+    """
 
 
 class _Agreement(NamedTuple):

@@ -4,7 +4,7 @@ import secrets
 from contextlib import suppress
 from typing import NamedTuple
 
-from telegrad.group.lease import Lease, Taken
+from telegrad.group.lease import Lease, NotExpired, Taken
 from telegrad.group.log import GroupLog
 from telegrad.options import Options
 from telegrad.protocols.leases import Timing
@@ -93,13 +93,16 @@ class _Newcomer(NamedTuple):
                 log.store.compare_set(key, owner, name)
             if log.view.world_size is None:
                 log.store.set(f"id/{name}", str(number))
-        except Taken:
+        except Taken as e:
             owner = log.store.get(key) or name
             does = "is in the group already" if owner == name else "joins it"
-            raise _IdTaken(
-                f"rank {number} is taken by worker {owner}, which {does}: its process is alive. Give each worker a name"
-                " and a rank of its own."
-            ) from None
+            why = (
+                f"its process has ended at most {self.timing.lifetime:g} s (member_lease) ago, or is alive, and the"
+                f" wait ended after {self.wait.timeout:g} s (rpc_timeout). Join again later, or wait for longer"
+                if isinstance(e, NotExpired)
+                else "its process is alive. Give each worker a name and a rank of its own"
+            )
+            raise _IdTaken(f"rank {number} is taken by worker {owner}, which {does}: {why}.") from None
         except BaseException:
             with suppress(RuntimeError):  # the store may have ended
                 lease.release()

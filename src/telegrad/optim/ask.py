@@ -1,10 +1,11 @@
 """Calls of several owners at the same time."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from telegrad.errors import UnknownWorker, WorkerLost
 from telegrad.optim.failures import all_of
 from telegrad.optim.owner import require_worker
 from telegrad.worker import Worker
@@ -28,7 +29,7 @@ def ask(what: str, requests: Mapping[int, Request]) -> list[Any]:
     """
     worker = require_worker()
     here = worker.info.id
-    futures: list[tuple[int, Any]] = []
+    futures: list[tuple[int, Waitable]] = []
     # This worker's own call comes last, because it runs on this thread; that also decides its turn at the step lock.
     # Without one, this thread waits for the last of the other owners: this is faster than a future.
     ordered = sorted(requests, key=lambda owner: owner == here)
@@ -36,9 +37,9 @@ def ask(what: str, requests: Mapping[int, Request]) -> list[Any]:
     recorded = torch.is_grad_enabled() and worker.autograd.outside is None
     with outside_contexts(), torch.set_grad_enabled(recorded):
         for owner in ordered[:-1]:
-            futures.append((owner, worker.rpc_async(owner, *requests[owner])))
+            futures.append((owner, _started(worker, owner, *requests[owner])))
         for owner in ordered[-1:]:
-            futures.append((owner, _Done(worker, owner, *requests[owner])))
+            futures.append((owner, _called(worker, owner, *requests[owner])))
         results = dict(zip(ordered, _all_results(worker, what, futures), strict=True))
     return [results[owner] for owner in requests]
 
@@ -50,17 +51,12 @@ def failures_of(requests: Mapping[int, Request]) -> dict[int, Exception]:
         requests: by id of the owner.
     """
     worker = require_worker()
-    futures: dict[int, Any] = {}
+    futures: dict[int, Waitable] = {}
     failures: dict[int, Exception] = {}
     with outside_contexts(), torch.no_grad():
         for owner in sorted(requests, key=lambda owner: owner == worker.info.id):  # see `ask`
-            try:
-                if owner == worker.info.id:
-                    futures[owner] = _Done(worker, owner, *requests[owner])
-                else:
-                    futures[owner] = worker.rpc_async(owner, *requests[owner])
-            except Exception as e:
-                failures[owner] = e
+            call = _called if owner == worker.info.id else _started
+            futures[owner] = call(worker, owner, *requests[owner])
         for owner, future in futures.items():
             try:
                 future.wait()
@@ -69,24 +65,50 @@ def failures_of(requests: Mapping[int, Request]) -> dict[int, Exception]:
     return failures
 
 
-class _Done:
-    """Completed call of this thread, with a future's `wait`."""
+class Waitable(Protocol):
+    """Result of a call, or its error."""
 
-    def __init__(self, worker: Worker, to: int, function: Callable[..., Any], args: tuple[object, ...]) -> None:
-        self._error: Exception | None = None
-        self._value: Any = None
-        try:
-            self._value = function(*args) if to == worker.info.id else worker.rpc_sync(to, function, args)
-        except Exception as e:
-            self._error = e
+    def wait(self) -> Any: ...
+
+
+def _started(worker: Worker, to: int, function: Callable[..., Any], args: tuple[object, ...]) -> Waitable:
+    """Start a call.
+
+    Its errors come from `wait`, so that the calls of the other owners are made as well.
+    """
+    try:
+        return worker.rpc_async(to, function, args)
+    except Exception as e:
+        return _Ended(worker, to, error=e)
+
+
+def _called(worker: Worker, to: int, function: Callable[..., Any], args: tuple[object, ...]) -> Waitable:
+    """Make a call on this thread."""
+    try:
+        return _Ended(worker, to, function(*args) if to == worker.info.id else worker.rpc_sync(to, function, args))
+    except Exception as e:
+        return _Ended(worker, to, error=e)
+
+
+class _Ended:
+    """Call that has ended, or that could not be started."""
+
+    def __init__(self, worker: Worker, to: int, value: object = None, error: Exception | None = None) -> None:
+        left = isinstance(error, UnknownWorker)
+        self._error = WorkerLost(worker.members.name_of(to), "it shut down") if left else error
+        self._value = value
 
     def wait(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._value
+        error, self._error = self._error, None  # the error refers to this frame
+        if error is None:
+            return self._value
+        try:
+            raise error
+        finally:
+            del error
 
 
-def _all_results(worker: Worker, what: str, futures: Sequence[tuple[int, Any]]) -> list[Any]:
+def _all_results(worker: Worker, what: str, futures: Sequence[tuple[int, Waitable]]) -> list[Any]:
     """Wait for all futures and return their results.
 
     Raises:

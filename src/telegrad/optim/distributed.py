@@ -63,6 +63,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         scheduler.step()
     """
 
+    _unscaling = ""  # attempt to unscale the gradients, while it has not succeeded
+
     def __init__(
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],
@@ -251,7 +253,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Multiply gradients at once; return whether one was infinite or not a number."""
         if context_id is not None:
             _is_valid_context(context_id)
-        return any(self._ask_parts("gradients could not be unscaled", on_owner.unscale, context_id, inverse))
+        # The same attempt until all owners have unscaled: it is repeated after an error.
+        self._unscaling = self._unscaling or uuid4().hex
+        arguments = context_id, inverse, self._unscaling
+        found = any(self._ask_parts("gradients could not be unscaled", on_owner.unscale, *arguments))
+        self._unscaling = ""
+        return found
 
     # ---- state
 
@@ -302,8 +309,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             errors of the owners' optimizers; those of several owners as one `ExceptionGroup`.
         """
         self._check_usable()
+        state_dict = dict(state_dict)  # a hook may change it in place
         for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, dict(state_dict)) or state_dict
+            result = before(self, state_dict)
+            state_dict = state_dict if result is None else result
         worker = require_worker()
         if owner is None:
             check_groups(self.param_groups, state_dict)

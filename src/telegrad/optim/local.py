@@ -68,6 +68,7 @@ class LocalOptimizer:
         _check(self.parameters)
         self._worker = worker
         self._last_add: tuple[str, int, list[Tensor]] = "", 0, []  # attempt; groups and parameters before it
+        self.unscaled: tuple[str, int | None, bool] | None = None  # attempt, context and result of the last `unscale`
         self._undone: set[str] = set()  # attempts that were undone before they arrived
         self._shadow_of: dict[int, Tensor] = {id(parameter): _shadow(parameter) for parameter in self.parameters}
         given: list[object] = []

@@ -167,6 +167,7 @@ def zero_grad(created_on: int, local_id: int, set_to_none: bool) -> None:
     local, timeout = _part(created_on, local_id)
     with local.exclusive(timeout):
         gradients.zero(local.parameters, set_to_none)
+        local.unscaled = None
 
 
 def accumulate(created_on: int, local_id: int, context_id: int) -> None:
@@ -219,12 +220,18 @@ def _norms(
     return numbers, gradients.norms([found[parameters[number]] for number in numbers], norm_type)
 
 
-def unscale(created_on: int, local_id: int, context_id: int | None, inverse: float) -> bool:
-    """Multiply a part's gradients; return whether one was infinite or not a number."""
+def unscale(created_on: int, local_id: int, context_id: int | None, inverse: float, attempt: str) -> bool:
+    """Multiply a part's gradients; return whether one was infinite or not a number.
+
+    An attempt that failed on another owner is repeated: then the gradients are not multiplied again.
+    """
     local, timeout = _part(created_on, local_id)
     with local.exclusive(timeout):
-        found = local.gradients(context_id)
-        return gradients.unscale([found[one] for one in local.parameters if one in found], inverse)
+        if local.unscaled is None or local.unscaled[:2] != (attempt, context_id):
+            found = local.gradients(context_id)
+            infinite = gradients.unscale([found[one] for one in local.parameters if one in found], inverse)
+            local.unscaled = attempt, context_id, infinite
+        return local.unscaled[2]
 
 
 # ---- state

@@ -227,12 +227,17 @@ def _join_static(
     try:
         member = worker.member._replace(devices=tuple(mine))
         members = rendezvous.gather_static(store, member, group, world_size, attempts.wait(timeout))
+        if next(each for each in members if each.id == rank).incarnation != member.incarnation:
+            raise rendezvous.Outdated
         device_maps.check({member.name: device_maps.Devices._make(member.devices) for member in members}, True)
         log.load(members)
         for member in members:
             worker.add_member(member)
         worker.shutdown.set_members([member.id for member in members if member.id != rank])
         joining.serve(worker, service, store)
+    except rendezvous.Outdated:
+        worker.close()
+        return _join_static(attempts, name, rank, world_size, options, mine, timeout)  # it finds the list
     except BaseException:
         worker.close()
         raise

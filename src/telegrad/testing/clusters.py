@@ -155,18 +155,18 @@ def cluster(
 
 
 def _join(n: int, options: RpcBackendOptions | None, names: str, store: object, dynamic: bool) -> list[Worker]:
-    if dynamic:
-        return [Worker(names.format(rank), rank, None, options, store=store) for rank in range(n)]
     joined: list[Worker] = []
     lock = threading.Lock()
 
     def join(rank: int) -> Worker:
-        worker = Worker(names.format(rank), rank, n, options, store=store)
+        worker = Worker(names.format(rank), rank, None if dynamic else n, options, store=store)
         with lock:
             joined.append(worker)
         return worker
 
     try:
+        if dynamic:
+            return [join(rank) for rank in range(n)]
         return run_all([lambda rank=rank: join(rank) for rank in range(n)])  # type: ignore[misc]
     except BaseException:
         for worker in joined:

@@ -166,11 +166,14 @@ def wait(count: int, timeout: float = 30.0) -> None:
             faults.release()
     """
     deadline = time.monotonic() + timeout
-    while (found := len(applied())) < count:
+    while True:
+        workers = list(_workers())
+        found = [len(each.applied()) for each in workers]
+        if sum(found) >= count:
+            return
         left = deadline - time.monotonic()
         if left <= 0:
-            raise AssertionError(f"{found} of {count} faults within {timeout} s: {applied()}")
-        workers = list(_workers())
+            raise AssertionError(f"{sum(found)} of {count} faults within {timeout} s: {applied()}")
         # Of several workers, any may be next: wait for one of them for a moment only.
         pause = left if len(workers) == 1 else min(left, 0.005)
-        workers[0].native.wait(len(workers[0].applied()) + 1, int(pause * 1e9))
+        workers[0].native.wait(found[0] + 1, int(pause * 1e9))

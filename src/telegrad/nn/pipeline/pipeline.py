@@ -356,7 +356,7 @@ class Pipeline(nn.Module):
         with self._exclusive(), outside_contexts():
             rpc.wait_all(
                 [
-                    rpc.rpc_async(rref.owner_id, requests.reset_gradients, (*rref.id, set_to_none))
+                    rpc.rpc_async(rref.owner_id, requests.reset_gradients, (*rref.id, self._number, set_to_none))
                     for rref in self._rrefs
                 ]
             )

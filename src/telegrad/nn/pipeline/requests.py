@@ -168,9 +168,15 @@ async def drop_step(created_on: int, local_id: int, number: int) -> None:
     await _notified(stage.when_idle)
 
 
-async def reset_gradients(created_on: int, local_id: int, set_to_none: bool) -> None:
-    """Reset the gradients of the stage's module, after a pass that is still running."""
+async def reset_gradients(created_on: int, local_id: int, number: int, set_to_none: bool) -> None:
+    """Reset the gradients of the stage's module, after a pass that is still running.
+
+    Args:
+        number: of the last step. If it failed before this stage began to wait for its end, the stage still runs it.
+        set_to_none: False sets the gradients to zero.
+    """
     stage = _stage(created_on, local_id)
+    stage.drop(number)
     await _notified(stage.when_idle)
     stage.module.zero_grad(set_to_none)
 

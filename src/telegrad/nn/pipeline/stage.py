@@ -252,7 +252,11 @@ class PipelineStage:
         try:
             with without_autocast(), torch.inference_mode(False), torch.enable_grad():
                 self._run_in_state(step, one)
-        except BaseException as error:  # also SystemExit: the caller gets it, this thread continues
+        except BaseException as raised:  # also SystemExit: the caller gets it, this thread continues
+            error = raised
+            if isinstance(raised, StopIteration):  # a coroutine cannot raise it
+                error = RuntimeError("the stage raised StopIteration")
+                error.__cause__ = raised
             kind = "forward" if one.kind == PassKind.FORWARD else "backward"
             number, stages = self._config.number, self._config.stages
             error.add_note(

@@ -300,7 +300,12 @@ class MembershipService:
     def _check_members(self, is_due: bool) -> None:
         self._refresh()
         while self._suspects:
-            self._check(*self._suspects.popleft())  # this may take a while
+            suspect = self._suspects.popleft()
+            try:
+                self._check(*suspect)  # this may take a while
+            except RuntimeError:  # the store has failed
+                self._suspects.appendleft(suspect)
+                raise
             if self._refreshes:
                 self._refresh()
         if is_due:
@@ -354,7 +359,7 @@ class MembershipService:
                 self._end(Leave(*key))
             elif not self._is_known_to_live(key, now - watch.changed):
                 why = self._checked.get(key, "")
-                silence = f"it has not renewed its lease for {now - watch.changed:.3g} s"
+                silence = f"it has not renewed its lease for {max(now - watch.changed, watch.timing.lifetime):.3g} s"
                 self._end(Lose(*key, f"{silence} ({why})" if why else silence))
 
     def _is_known_to_live(self, key: tuple[int, int], silence: float) -> bool:
