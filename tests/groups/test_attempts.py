@@ -65,7 +65,7 @@ def test_another_host_counts_as_dead_only_after_the_lifetime(monkeypatch: pytest
 
 @pytest.mark.openssl
 def test_a_list_with_an_earlier_process_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended while the group met, and the new one arrived before the list."""
+    """Restart a rank while its group meets, before it reads the list."""
     options = Options(secret="a secret of these tests")
     with cluster(2, options) as group:
         earlier = group.workers.pop()
