@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/thread_safety.h"
+#include "core/link_error.h"
 #include "core/message.h"
 #include "core/parker.h"
 #include "wire/constants.h"
@@ -18,7 +19,13 @@ using CallStatus = wire::Status;
 
 /// How a call ended.
 struct Completion {
+  /// Returns the completion of a call whose peer is lost, or cannot be reached.
+  static Completion lost(CallStatus status, const LinkError& why) {
+    return {.status = status, .loss = why.loss(), .why = why.text};
+  }
+
   CallStatus status = CallStatus::kPending;
+  Loss loss = Loss::kOther;
   Incoming reply;  // if kReplied
   std::int32_t peer = -1;
   std::uint64_t connection = 0;  // if kReplied

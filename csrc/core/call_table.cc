@@ -81,6 +81,7 @@ WorkItem CallTable::end_async(std::uint64_t id, Completion&& completion, Release
   WorkItem item;
   item.kind = WorkKind::kCompletion;
   item.status = call->status = completion.status;
+  item.loss = completion.loss;
   item.peer = call->peer;
   item.connection = completion.connection;
   item.message = std::move(completion.reply);
@@ -130,9 +131,9 @@ void CallTable::orphan(std::int32_t peer, std::uint64_t connection, Incoming&& m
   parts_.queue.push(std::move(item));
 }
 
-void CallTable::fail_calls_of(std::uint64_t connection, CallStatus status, const std::string& why, Released& released) {
+void CallTable::fail_calls_of(std::uint64_t connection, CallStatus status, const LinkError& why, Released& released) {
   slab_.for_each([&](std::uint64_t id, Call& call) REQUIRES(engine_mutex) {
-    if (call.connection == connection) complete(id, Completion{.status = status, .why = why}, released);
+    if (call.connection == connection) complete(id, Completion::lost(status, why), released);
   });
   for (auto it = keep_alives_.begin(); it != keep_alives_.end();) {
     if (it->second.connection == connection) {

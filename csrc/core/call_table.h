@@ -59,7 +59,7 @@ class CallTable {
   /// Releases what a call keeps alive, because no late reply can arrive.
   void release_keep_alive(std::uint64_t id, Released& released) REQUIRES(engine_mutex);
   /// Completes all calls with a request on a connection, which has closed.
-  void fail_calls_of(std::uint64_t connection, CallStatus status, const std::string& why, Released& released)
+  void fail_calls_of(std::uint64_t connection, CallStatus status, const LinkError& why, Released& released)
       REQUIRES(engine_mutex);
   /// Completes all calls, because the engine stops, and releases what ended ones keep alive (separately, afterwards).
   void stop_all(Released& released) REQUIRES(engine_mutex);

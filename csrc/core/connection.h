@@ -105,7 +105,7 @@ struct Connection {
 
   // See peers_resume.cc.
   Resumption resumption;
-  std::string broken;           // why the link's connection has broken, if it is suspended
+  LinkError broken;             // why the link's connection has broken, if it is suspended
   Nanos attempt_at = kNever;    // when to try again
   bool dialing = false;         // an attempt begins: `next_link` is about to be set
   ConnectionPtr next_link;      // the attempt under way

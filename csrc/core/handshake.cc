@@ -124,8 +124,7 @@ std::string printable(std::string_view text) {
   return text.size() > kMost ? out + "..." : out;
 }
 
-constexpr std::string_view kWrongSecret = "the group's secret does not match";
-constexpr std::string_view kRefusedByPeer =
+constexpr const char* kRefusedByPeer =
     "refused by the peer, which logs the reason: this worker has another secret, group or version of Telegrad than the "
     "peer";
 
@@ -212,8 +211,7 @@ Handshake::Step Handshake::on_proof(std::string_view body) {
   Reader in(body);
   const std::string proof = in.text();
   if (!in.finished()) return refuse_unauthenticated("a malformed proof");
-  if (!equal_in_constant_time(proof, mac("initiator", transcript_)))
-    return refuse_unauthenticated(std::string(kWrongSecret));
+  if (!equal_in_constant_time(proof, mac("initiator", transcript_))) return refuse_wrong_secret();
   const Identity& me = config_->me;
   if (wanted_.id != me.id || wanted_.name != me.name ||
       (wanted_.incarnation != 0 && wanted_.incarnation != me.incarnation)) {
@@ -244,8 +242,7 @@ Handshake::Step Handshake::on_answer(std::string_view body) {
   resumes_ = fields.number<std::uint8_t>() != 0 && config_->resume;
   if (!in.finished() || !fields.finished()) return refuse_unauthenticated("a malformed answer");
   transcript_ = Writer().text(transcript_).text(theirs).done();
-  if (!equal_in_constant_time(proof, mac("acceptor", transcript_)))
-    return refuse_unauthenticated(std::string(kWrongSecret));
+  if (!equal_in_constant_time(proof, mac("acceptor", transcript_))) return refuse_wrong_secret();
   if (peer.id != peer_.id || peer.name != peer_.name)
     return refuse(OfferAnswer::kAccept, "worker " + printable(peer.name) + " answered instead of " + peer_.name);
   peer_ = peer;
@@ -259,8 +256,7 @@ Handshake::Step Handshake::on_confirm(std::string_view body) {
   const std::string proof = in.text();
   if (!in.finished()) return refuse_unauthenticated("a malformed confirmation");
   transcript_ = Writer().text(transcript_).number(received_).done();
-  if (!equal_in_constant_time(proof, mac("confirm", transcript_)))
-    return refuse_unauthenticated(std::string(kWrongSecret));
+  if (!equal_in_constant_time(proof, mac("confirm", transcript_))) return refuse_wrong_secret();
   state_ = State::kProven;
   return {.proven = true};
 }
@@ -304,8 +300,9 @@ Handshake::Step Handshake::on_refuse(std::string_view body) {
   const bool authentic = (state_ == State::kSentProof || state_ == State::kSentConfirm) &&
                          equal_in_constant_time(in.text(), mac("refuse", reason + transcript_));
   if (authentic) answer_ = answer;
-  if (why == kRefused) return fail(std::string(kRefusedByPeer));
-  return fail("refused by the peer: " + printable(why));
+  Step step = fail(why == kRefused ? kRefusedByPeer : "refused by the peer: " + printable(why));
+  step.refused = true;
+  return step;
 }
 
 /// Rejects an end that has not proven itself.
@@ -314,6 +311,12 @@ Handshake::Step Handshake::refuse_unauthenticated(std::string why) {
   return {.send = FrameType::kRefuse,
           .body = Writer().text(kRefused).number(OfferAnswer::kAccept).text("").done(),
           .failed = std::move(why)};
+}
+
+Handshake::Step Handshake::refuse_wrong_secret() {
+  Step step = refuse_unauthenticated("the group's secret does not match");
+  step.refused = true;
+  return step;
 }
 
 Handshake::Step Handshake::fail(std::string why) {

@@ -65,9 +65,10 @@ class Handshake {
   struct Step {
     std::optional<FrameType> send;  // a frame to send, with this body
     std::string body;
-    bool proven = false;  // the other end is authenticated: `proceed` follows, or `refuse`
-    bool open = false;    // both ends are authenticated, and agree
-    std::string failed;   // not empty: the reason for which the link must be closed
+    bool proven = false;   // the other end is authenticated: `proceed` follows, or `refuse`
+    bool open = false;     // both ends are authenticated, and agree
+    std::string failed;    // not empty: the reason for which the link must be closed
+    bool refused = false;  // `failed`: the other end has refused, or has not proven the secret
   };
 
   /// Makes the initiating side of a connection to `target`. `link`: the name of an earlier link, unless the purpose is
@@ -128,6 +129,7 @@ class Handshake {
   Step on_welcome(std::string_view body);
   Step on_refuse(std::string_view body);
   Step refuse_unauthenticated(std::string why);
+  Step refuse_wrong_secret();
   Step fail(std::string why);
   std::string mac(std::string_view label, std::string_view transcript) const;
   void open();

@@ -13,19 +13,15 @@
 namespace telegrad {
 namespace {
 
-/// Transient errors: the worker may still be at the address, but the worker or the network is busy. All other errors,
-/// above all a refused connection, mean that the worker is not there.
-constexpr int kTransientErrors[] = {EAGAIN,     EINTR,        ETIMEDOUT, EHOSTUNREACH, ENETUNREACH, EHOSTDOWN, ENETDOWN,
-                                    ECONNRESET, ECONNABORTED, EPIPE,     EMFILE,       ENFILE,      ENOBUFS,   ENOMEM};
+/// Transient errors, and 0, a plain end of stream: the worker may still be at the address, but the worker or the
+/// network is busy. All other errors, above all a refused connection, mean that the worker is not there.
+constexpr int kTransientErrors[] = {0,           EAGAIN,    EINTR,    ETIMEDOUT,  EHOSTUNREACH,
+                                    ENETUNREACH, EHOSTDOWN, ENETDOWN, ECONNRESET, ECONNABORTED,
+                                    EPIPE,       EMFILE,    ENFILE,   ENOBUFS,    ENOMEM};
 
-bool is_transient(int error) {
-  return std::find(std::begin(kTransientErrors), std::end(kTransientErrors), error) != std::end(kTransientErrors);
-}
-
-/// Returns whether the error text of a link is transient; so is a plain end of stream.
-bool is_transient(const std::string& why) {
-  return why.empty() || std::any_of(std::begin(kTransientErrors), std::end(kTransientErrors),
-                                    [&](int error) { return why.ends_with(std::generic_category().message(error)); });
+/// `code`: see LinkError.
+bool is_transient(int code) {
+  return std::find(std::begin(kTransientErrors), std::end(kTransientErrors), code) != std::end(kTransientErrors);
 }
 
 }  // namespace
@@ -170,7 +166,7 @@ void Peers::connect(Lock& lock, Peer& peer) {
       return;
     } catch (const std::system_error& e) {
       peer.agreement.give_up();
-      peer.last_error = e.what();
+      peer.last_error = {e.what(), e.code().value()};
       peer.may_recover = peer.may_recover || is_transient(e.code().value());
     }
   }
@@ -192,7 +188,7 @@ void Peers::connect(Lock& lock, Peer& peer) {
 }
 
 /// Fails all messages that wait for a connection, because the peer is unreachable or removed.
-void Peers::unreachable(Peer& peer, const std::string& why, Released& released) {
+void Peers::unreachable(Peer& peer, const LinkError& why, Released& released) {
   peer.connecting = false;
   peer.retry_at = kNever;
   auto pending = peer.pending.take();
@@ -200,12 +196,12 @@ void Peers::unreachable(Peer& peer, const std::string& why, Released& released) 
   const bool announced = std::exchange(peer.announced, false);
   if ((announced || !pending.empty()) && !peer.connection && !peer.removed && !parts_.is_stopping()) {
     peer.was_lost = true;
-    push_session_event(EventKind::kPeerLost, peer, peer.identity, why);
+    push_session_event(EventKind::kPeerLost, peer, peer.identity, why.text);
   }
   parts_.leader.notify_progress();
 }
 
-void Peers::give_up(Peer& peer, const std::string& why, Released& released) {
+void Peers::give_up(Peer& peer, const LinkError& why, Released& released) {
   peer.last_error = why;
   unreachable(peer, why, released);
   parts_.queue.wake_for_work();
@@ -230,15 +226,14 @@ std::int64_t Peers::most_pending_requests() const {
 }
 
 /// Drops a message that will not be sent.
-void Peers::fail_pending(PendingMessage&& pending, const std::string& why, Released& released) {
+void Peers::fail_pending(PendingMessage&& pending, const LinkError& why, Released& released) {
   struct Message final : KeepAlive {
     std::unique_ptr<Outgoing> m;
   };
   auto owner = std::make_unique<Message>();
   owner->m = std::move(pending.message);
   if (owner->m->header.type == FrameType::kRequest) {
-    parts_.calls.complete(owner->m->header.call_id, Completion{.status = CallStatus::kUnreachable, .why = why},
-                          released);
+    parts_.calls.complete(owner->m->header.call_id, Completion::lost(CallStatus::kUnreachable, why), released);
     parts_.calls.release_keep_alive(owner->m->header.call_id, released);
   }
   if (owner->m->pending_send) owner->m->pending_send->done = true;
@@ -250,8 +245,9 @@ void Peers::fail_pending(PendingMessage&& pending, const std::string& why, Relea
 void Peers::expire_pending(Peer& peer, Nanos at, Released& released) {
   bool any = false, lost = false;
   const std::string address = peer.dial ? " at " + peer.dial->link->describe() : "";
-  const std::string why = "no connection to worker " + peer.identity.name + " within connect_timeout: " +
-                          (peer.last_error.empty() ? "it does not answer" + address : peer.last_error);
+  const bool silent = peer.last_error.text.empty();
+  const LinkError why = (silent ? LinkError("it does not answer" + address) : peer.last_error)
+                            .with_context("no connection to worker " + peer.identity.name + " within connect_timeout");
   auto expired = peer.pending.take_if([&](PendingMessage& w) REQUIRES(engine_mutex) {
     if (w.until > at) {
       arm_timer(w.until);
@@ -266,8 +262,7 @@ void Peers::expire_pending(Peer& peer, Nanos at, Released& released) {
     w.until = parts_.detector.time_of_loss(at - parts_.settings.connect_timeout, at);
     arm_timer(w.until);
     if (w.message->pending_send) w.message->pending_send->expired = true;
-    parts_.calls.complete(w.message->header.call_id, Completion{.status = CallStatus::kUnreachable, .why = why},
-                          released);
+    parts_.calls.complete(w.message->header.call_id, Completion::lost(CallStatus::kUnreachable, why), released);
     return false;
   });
   if (!any) return;
@@ -333,14 +328,14 @@ void Peers::run_timer(Lock& lock, Nanos at) {
 }
 
 /// Records that a connection which this end has initiated did not open, and tries the next address.
-void Peers::on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const std::string& why, bool may_be_there,
+void Peers::on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const LinkError& why, bool may_be_there,
                            Released& released) {
   if (peer.dial == c) {
     peer.dial.reset();
     peer.agreement.give_up();
   }
   if (c->superseded) return;
-  peer.last_error = "cannot reach worker " + peer.identity.name + " at " + c->link->describe() + ": " + why;
+  peer.last_error = why.with_context("cannot reach worker " + peer.identity.name + " at " + c->link->describe());
   peer.may_recover = peer.may_recover || may_be_there;
   const OfferAnswer answer = c->answer;
   if (answer == OfferAnswer::kBusy || answer == OfferAnswer::kOutdated) {
@@ -364,7 +359,7 @@ void Peers::on_goodbye(const Connection& c) {
   }
 }
 
-void Peers::close_connection(const ConnectionPtr& c, std::string why) {
+void Peers::close_connection(const ConnectionPtr& c, LinkError why) {
   Released released;
   std::deque<SendQueue::Entry> unsent, overtaking;
   std::vector<ConnectionPtr> closed;
@@ -387,28 +382,29 @@ void Peers::close_connection(const ConnectionPtr& c, std::string why) {
     Lock lock(parts_.mutex);
     const bool was_open = c->was_open;
     for (const int fd : {c->link->fd(), c->link->lanes_fd()}) parts_.leader.remove_fd(fd);
-    const bool may_be_there = c->timed_out || is_transient(why);
-    const bool gone = why.empty() || why == std::generic_category().message(ECONNRESET);
+    const bool may_be_there = c->timed_out || is_transient(why.code);
+    const bool gone = why.code == 0 || why.code == ECONNRESET;
     auto found = c->peer >= 0 || was_open ? peers_.find(c->peer) : peers_.end();
     const bool parted = c->goodbye && found != peers_.end() && found->second.removed;
     if (c->goodbye && !parted) why = "it shut down";
-    if (why.empty()) {
-      why =
+    if (why.text.empty()) {
+      why.text =
           "the connection was closed without a goodbye: its process died or was killed, or it closed the connection "
           "and logged why";
     }
     // Whatever the connection was for: the peer knows a newer process of this worker's name.
-    if (c->initiator && c->answer == OfferAnswer::kStale) push_event(EventKind::kReplaced, c->handshake.peer(), why);
+    if (c->initiator && c->answer == OfferAnswer::kStale)
+      push_event(EventKind::kReplaced, c->handshake.peer(), why.text);
     if (!was_open) {
       if (!c->initiator) {
         stop_opening(lock, c);
         // Do not log peers that connect and close at once: they may have been shut down.
-        if (!parts_.is_stopping() && !gone && !c->superseded) log_rejected(*c->link, c->source, why, c->displaced);
+        if (!parts_.is_stopping() && !gone && !c->superseded) log_rejected(*c->link, c->source, why.text, c->displaced);
       } else if (c->continues) {
         if (c->continues->next_link == c) c->continues->next_link.reset();
       } else if (c->lane_of) {
         if (!parts_.is_stopping() && c->lane_of->state == Connection::State::kOpen)
-          parts_.queue.log("no further lane to " + c->link->describe() + ": " + why);
+          parts_.queue.log("no further lane to " + c->link->describe() + ": " + why.text);
       } else if (found != peers_.end()) {
         on_dial_failed(lock, c, found->second, why, may_be_there, released);
       }
@@ -419,7 +415,7 @@ void Peers::close_connection(const ConnectionPtr& c, std::string why) {
       parts_.queue.release(c->id);
       if (found != peers_.end() && found->second.connection == c) {
         if (has_session(*c)) {
-          end_session(c, found->second, why, parted);
+          end_session(c, found->second, why.text, parted);
         } else {
           found->second.connection.reset();
         }
@@ -432,7 +428,7 @@ void Peers::close_connection(const ConnectionPtr& c, std::string why) {
     }
     parts_.leader.interrupt_poll();
   }
-  if (next) close_connection(next, "");
+  if (next) close_connection(next, LinkError());
   if (c->continues && c->initiator) on_next_link_failed(c, why);
 }
 

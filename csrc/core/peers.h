@@ -48,7 +48,7 @@ struct Peer {
   int held = 0;               // threads that use it while they have released the mutex
   bool was_lost = false;
   bool announced = false;  // kPeerBack has been queued, but the session has not begun: it begins, or the peer is lost
-  std::string last_error;
+  LinkError last_error;
   PendingMessages pending;
 
   SessionAgreement agreement;
@@ -104,7 +104,7 @@ class Peers {
   bool has_pending() const REQUIRES(engine_mutex);
   void describe(Snapshot& out) const REQUIRES(engine_mutex);  // snapshot.cc
   /// Gives up a peer without a connection: fails the messages that wait for it.
-  void give_up(Peer& peer, const std::string& why, Released& released) REQUIRES(engine_mutex);
+  void give_up(Peer& peer, const LinkError& why, Released& released) REQUIRES(engine_mutex);
   /// Returns the number of peers that are not removed.
   std::size_t count() const REQUIRES(engine_mutex) { return peers_.size() - removed_.size(); }
   /// Returns the greatest number of messages that wait for a connection to one peer.
@@ -138,7 +138,7 @@ class Peers {
   /// Returns why the connection of a suspended session broke; "" if the session is not suspended.
   std::string why_suspended(const Connection& c) const EXCLUDES(engine_mutex);
   /// Closes a connection. The first report of its end has the reason. Any thread.
-  void close_connection(const ConnectionPtr& c, std::string why) EXCLUDES(engine_mutex);
+  void close_connection(const ConnectionPtr& c, LinkError why) EXCLUDES(engine_mutex);
   /// Marks all connections to the peer of `c` for a plain end: the peer may not have sent a goodbye on each.
   void on_goodbye(const Connection& c) EXCLUDES(engine_mutex);
 
@@ -163,10 +163,10 @@ class Peers {
 
   void run_timer(Lock& lock, Nanos at) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
   ConnectionPtr add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator) REQUIRES(engine_mutex);
-  void on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const std::string& why, bool may_be_there,
+  void on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const LinkError& why, bool may_be_there,
                       Released& released) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
-  void unreachable(Peer& peer, const std::string& why, Released& released) REQUIRES(engine_mutex);
-  void fail_pending(PendingMessage&& pending, const std::string& why, Released& released) REQUIRES(engine_mutex);
+  void unreachable(Peer& peer, const LinkError& why, Released& released) REQUIRES(engine_mutex);
+  void fail_pending(PendingMessage&& pending, const LinkError& why, Released& released) REQUIRES(engine_mutex);
   void expire_pending(Peer& peer, Nanos at, Released& released) REQUIRES(engine_mutex);
 
   // peers_accept.cc
@@ -209,7 +209,7 @@ class Peers {
   void attach_lane(const ConnectionPtr& lane) EXCLUDES(engine_mutex);
 
   // peers_resume.cc
-  bool suspend(const ConnectionPtr& c, const std::string& why) EXCLUDES(engine_mutex);
+  bool suspend(const ConnectionPtr& c, const LinkError& why) EXCLUDES(engine_mutex);
   std::uint64_t detach_link(Connection& c) REQUIRES(engine_mutex);
   void request_verification(const Connection& c) REQUIRES(engine_mutex);
   void set_verify_limit(Connection& c) REQUIRES(engine_mutex);
@@ -219,7 +219,7 @@ class Peers {
   void schedule_attempt(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   void dial_again(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   void on_attempt_failed(const ConnectionPtr& c, bool refused) EXCLUDES(engine_mutex);
-  void on_next_link_failed(const ConnectionPtr& next, const std::string& why) EXCLUDES(engine_mutex);
+  void on_next_link_failed(const ConnectionPtr& next, const LinkError& why) EXCLUDES(engine_mutex);
   void on_resume_proven(const ConnectionPtr& next) EXCLUDES(engine_mutex);
   ConnectionPtr session_of(const Connection& next) const REQUIRES(engine_mutex);
   void resume_session(const ConnectionPtr& next) EXCLUDES(engine_mutex);

@@ -1,5 +1,6 @@
 // New connections and their handshakes.
 #include <algorithm>
+#include <cerrno>
 #include <utility>
 
 #include "core/engine_parts.h"
@@ -63,7 +64,7 @@ void Peers::take_step(const ConnectionPtr& c, const Handshake::Step& step) {
   if (step.send) {
     if (parts_.sender.transmit(c, frame(step)) == SendResult::kBroken) return;
   }
-  if (!step.failed.empty()) return close_connection(c, step.failed);
+  if (!step.failed.empty()) return close_connection(c, {step.failed, step.refused ? kRefusalCode : EPROTO});
   if (step.open && c->handshake.for_lane()) return attach_lane(c);
   if (step.open && c->handshake.purpose() == Purpose::kResume) return resume_session(c);
   if (step.open) on_open(c);  // after the welcome, which must be the first frame on the link
@@ -106,9 +107,9 @@ void Peers::on_open(const ConnectionPtr& c) {
 void Peers::log_open(const Connection& c, const Peer& peer) {
   const Identity& remote = c.handshake.peer();
   const std::string address = c.link->describe();
-  if (c.initiator && !peer.last_error.empty() && address != peer.addresses.front()) {
+  if (c.initiator && !peer.last_error.text.empty() && address != peer.addresses.front()) {
     parts_.queue.log("worker " + remote.name + " is reached at " + address +
-                     ", because a faster transport failed: " + peer.last_error);
+                     ", because a faster transport failed: " + peer.last_error.text);
   }
   const std::string from = c.source.empty() ? "" : ":" + c.source;
   push_event(EventKind::kConnected, remote,

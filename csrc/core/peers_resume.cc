@@ -42,7 +42,7 @@ bool is_byte_stream(const std::string& address) { return address.starts_with("tc
 // ---- the break
 
 void Peers::on_broken(const ConnectionPtr& c) {
-  const std::string why = c->link->error();
+  const LinkError why = c->link->error();
   if (suspend(c, why)) {
     attempt(c);
   } else {
@@ -51,7 +51,7 @@ void Peers::on_broken(const ConnectionPtr& c) {
 }
 
 /// Suspends the session of a connection that has broken. Returns false if it is to end.
-bool Peers::suspend(const ConnectionPtr& c, const std::string& why) {
+bool Peers::suspend(const ConnectionPtr& c, const LinkError& why) {
   const Resumable* link = c->link->resumable();
   if (!c->resumes || c->goodbye || !link->may_resume()) return false;
   std::lock_guard sending(c->send_mutex);
@@ -209,13 +209,13 @@ void Peers::on_attempt_failed(const ConnectionPtr& c, bool refused) {
 }
 
 /// Processes the end of a connection that was to continue a session, and did not.
-void Peers::on_next_link_failed(const ConnectionPtr& next, const std::string& why) {
+void Peers::on_next_link_failed(const ConnectionPtr& next, const LinkError& why) {
   const ConnectionPtr c = next->continues;
   const OfferAnswer answer = next->answer;
   if (answer == OfferAnswer::kStale) return close_connection(c, why);
   if (answer == OfferAnswer::kEnded)
     return close_connection(c, is_suspended(*c) ? c->broken : "its worker has ended the session");
-  on_attempt_failed(c, why.ends_with(std::generic_category().message(ECONNREFUSED)));
+  on_attempt_failed(c, why.code == ECONNREFUSED);
 }
 
 /// Makes another connection for a session whose peer is silent: a NAT or firewall may have dropped the present one.
@@ -232,7 +232,7 @@ void Peers::renew(const ConnectionPtr& c) {
 std::string Peers::why_suspended(const Connection& c) const {
   Lock lock(parts_.mutex);
   if (!c.resumption.is_suspended()) return {};
-  return c.broken.empty() ? "the connection was closed without a goodbye" : c.broken;
+  return c.broken.text.empty() ? "the connection was closed without a goodbye" : c.broken.text;
 }
 
 bool Peers::is_suspended(const Connection& c) const {
@@ -322,7 +322,7 @@ void Peers::resume_session(const ConnectionPtr& next) {
       if (c->link->lanes_fd() >= 0) parts_.leader.add_fd(c->link->lanes_fd(), c->id | kLanesBit);
       parts_.detector.add(*c);
       c->resumption.resume();
-      c->broken.clear();
+      c->broken = {};
       c->next_link.reset();
       c->has_asked_for_lanes = false;
       set_verify_limit(*c);
@@ -330,7 +330,7 @@ void Peers::resume_session(const ConnectionPtr& next) {
     }
   }
   if (taken) return parts_.sender.flush(c);
-  close_connection(next, "");
+  close_connection(next, LinkError());
   close_connection(c, "it states other messages than this worker has sent");
 }
 

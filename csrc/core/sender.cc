@@ -37,8 +37,8 @@ SendResult Sender::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Transm
     }
     Peer* const found = parts_.peers.find(peer);
     if (!found || found->removed) {
-      const std::string why = found ? found->last_error : "no such worker";
-      if (id) parts_.calls.complete(id, Completion{.status = CallStatus::kUnreachable, .why = why}, released);
+      const LinkError why = found ? found->last_error : "no such worker";
+      if (id) parts_.calls.complete(id, Completion::lost(CallStatus::kUnreachable, why), released);
       parts_.calls.release_keep_alive(id, released);
       return SendResult::kBroken;
     }

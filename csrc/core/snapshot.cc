@@ -139,7 +139,7 @@ void Peers::describe(Snapshot& out) const {
                          .epoch = peer.epoch,
                          .connecting = peer.connecting,
                          .pending = peer.pending.size(),
-                         .last_error = peer.last_error});
+                         .last_error = peer.last_error.text});
   }
   for (const auto& [id, c] : connections_) {
     out.connections.push_back({.id = id,

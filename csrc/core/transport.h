@@ -42,6 +42,7 @@
 
 #include "base/clock.h"
 #include "base/peer_credentials.h"
+#include "core/link_error.h"
 #include "core/link_security.h"
 #include "core/message.h"
 #include "core/resumable.h"
@@ -185,8 +186,8 @@ class Link {
   /// system says. For links between hosts.
   virtual void set_silence_limit([[maybe_unused]] Nanos limit) {}
 
-  /// Returns why the link broke; "" for a plain end of stream. Valid after kBroken.
-  virtual std::string error() const = 0;
+  /// Returns why the link broke. Valid after kBroken.
+  virtual LinkError error() const = 0;
 
   /// Returns whether the link broke because of what the other end sent, or for lack of memory for it. Valid after
   /// kBroken.

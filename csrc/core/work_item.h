@@ -22,14 +22,19 @@ using wire::WorkKind;
 struct WorkItem {
   /// Moves the completion out of an item of kCompletion.
   Completion take_completion() {
-    return {
-        .status = status, .reply = std::move(message), .peer = peer, .connection = connection, .why = std::move(text)};
+    return {.status = status,
+            .loss = loss,
+            .reply = std::move(message),
+            .peer = peer,
+            .connection = connection,
+            .why = std::move(text)};
   }
 
   WorkKind kind{};
   EventKind event{};
   // kCompletion: how the call ended. kRequest: kCanceled or kTimedOut if it does not run, else kPending.
   CallStatus status = CallStatus::kPending;
+  Loss loss = Loss::kOther;   // kCompletion
   bool needs_thread = false;  // this was the last free thread: start another one
   std::int32_t peer = -1;
   std::uint64_t connection = 0;

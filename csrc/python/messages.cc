@@ -78,7 +78,7 @@ nb::tuple completion_tuple(Completion&& o) {
   nb::object why = o.why.empty() ? nb::none() : nb::object(nb::str(o.why.c_str(), o.why.size()));
   return nb::make_tuple(static_cast<int>(o.status), o.reply.header.tag, o.reply.header.flags,
                         body_object(std::move(o.reply.body)), segment_list(std::move(o.reply.segments)), o.peer,
-                        o.connection, why);
+                        o.connection, why, static_cast<int>(o.loss));
 }
 
 nb::tuple work_item_tuple(WorkItem&& item) {

@@ -23,6 +23,7 @@ CASE_ON_EVERY_SCHEME(a_peer_that_shuts_down_fails_its_callers) {
   caller.join();
   CHECK(completion.status == CallStatus::kPeerLost);
   CHECK_EQ(completion.why, "it shut down");
+  CHECK(completion.loss == Loss::kOther);
   a.completion_count.wait_for(1);
   CHECK(a.completions.at(5).status == CallStatus::kPeerLost);
   CHECK_EQ(a.wait_for_event(EventKind::kPeerLeft), "it shut down");
@@ -36,11 +37,15 @@ CASE_ON_EVERY_SCHEME(a_link_without_goodbye_fails_its_callers) {
   introduce({&a, &b}, scheme);
   Completion completion;
   std::thread caller([&] { completion = a.call(1, {.tag = kNoAnswer}); });
-  b.handled.wait_for(1);
+  a.start(1, 5, {.tag = kNoAnswer});
+  b.handled.wait_for(2);
   b.engine->remove_peer(0, "for the test");
   caller.join();
   CHECK(completion.status == CallStatus::kPeerLost);
   CHECK_SAYS(completion.why, "died");
+  CHECK(completion.loss == Loss::kClosed);
+  a.completion_count.wait_for(1);
+  CHECK(a.completions.at(5).loss == Loss::kClosed);
   CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "died");
 }
 
@@ -58,6 +63,7 @@ CASE(a_truncated_frame_fails_its_callers) {
   caller.join();
   CHECK(completion.status == CallStatus::kPeerLost);
   CHECK_SAYS(completion.why, "middle of a frame");
+  CHECK(completion.loss == Loss::kOther);
 }
 
 CASE(calls_to_other_peers_continue) {
@@ -241,6 +247,73 @@ CASE(a_worker_that_does_not_exist) {
     a.completions.clear();
     a.completion_count.add(-1);
   }
+}
+
+/// Accepts a connection, without a handshake.
+void accept_only(Puppet& p) {
+  do {
+    readable(p.listener->fd());
+    p.link = p.listener->accept();
+  } while (!p.link);
+}
+
+/// The call fails at once: it does not wait for connect_timeout.
+CASE(a_peer_that_violates_the_handshake_is_not_dialed_again) {
+  Worker a(0);
+  Puppet p(1);
+  a.engine->set_peer(p.address());
+  Completion completion;
+  std::thread caller([&] { completion = a.call(1, {}); });
+  accept_only(p);
+  Message bad = message(FrameType::kChallenge);
+  bad.header.magic = 5;
+  p.send(bad);
+  caller.join();
+  CHECK(completion.status == CallStatus::kUnreachable);
+  CHECK_SAYS(completion.why, "cannot reach worker w1");
+  CHECK_SAYS(completion.why, "not a Telegrad frame");
+  CHECK(completion.loss == Loss::kOther);
+}
+
+/// A call that has waited for connect_timeout gets the reason of the last attempt.
+CASE(a_peer_that_closes_a_connection_in_the_handshake) {
+  Settings s;
+  s.connect_timeout = 5 * kMillisecond;
+  Worker a(0, s);
+  Puppet p(1);
+  a.engine->set_peer(p.address());
+  Request news{.body = "news"};
+  CHECK(a.engine->send(1, compose(news)));  // it waits without limit
+  accept_only(p);
+  RecordingInbox inbox;
+  receive_until(*p.link, inbox, 1);  // else the end would be a reset
+  p.link.reset();
+  accept_only(p);
+  const Completion o = a.call(1, {});
+  CHECK(o.status == CallStatus::kUnreachable);
+  CHECK_SAYS(o.why, "within connect_timeout: cannot reach worker w1");
+  CHECK(o.loss == Loss::kClosed);
+}
+
+/// The dial that a fault rule cuts is transient, as one that the network cuts.
+CASE(a_dial_that_is_cut_is_made_again) {
+  Settings s = Worker::settings_of(0);
+  s.faults = std::make_shared<Faults>("w0", 1);
+  s.faults->add({.action = FaultAction::kCut, .types = 1u << static_cast<int>(FrameType::kHello), .count = 3});
+  Worker a(0, s), b(1);
+  introduce({&a, &b}, "unix");
+  CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+  CHECK_EQ(s.faults->applied().size(), 3u);
+}
+
+CASE(an_accepted_connection_that_a_rule_cuts_is_logged) {
+  Settings s = Worker::settings_of(1);
+  s.faults = std::make_shared<Faults>("w1", 1);
+  s.faults->add({.action = FaultAction::kCut, .types = 1u << static_cast<int>(FrameType::kChallenge)});
+  Worker a(0), b(1, s);
+  introduce({&a, &b}, "unix");
+  CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+  CHECK_SAYS(b.wait_for_event(EventKind::kLog), "fault rule 0 has cut the connection");
 }
 
 CASE(the_next_address_is_tried) {

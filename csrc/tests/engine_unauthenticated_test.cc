@@ -102,6 +102,7 @@ CASE(a_peer_that_never_answers_hello) {
   const Completion o = a.call(1, {});
   CHECK(o.status == CallStatus::kUnreachable);
   CHECK_SAYS(o.why, "took too long");
+  CHECK(o.loss == Loss::kOther);
   a.start(1, 1, {});
   a.completion_count.wait_for(1);
   CHECK_SAYS(a.completions.at(1).why, "took too long");
@@ -176,6 +177,7 @@ CASE_ON_EVERY_SCHEME(the_wrong_secret) {
   const Completion o = a.call(1, {});
   CHECK(o.status == CallStatus::kUnreachable);
   CHECK_SAYS(o.why, "refused by the peer, which logs the reason: this worker has another secret");
+  CHECK(o.loss == Loss::kRefused);
   CHECK(b.call(0, {}).status == CallStatus::kUnreachable);
   CHECK_SAYS(a.wait_for_event(EventKind::kLog), "secret does not match");
   CHECK_EQ(a.handled.value(), 0);
@@ -240,6 +242,23 @@ std::vector<UniqueFd> connect_from(const char* ip, const std::string& to, int co
     all.push_back(std::move(s));
   }
   return all;
+}
+
+CASE(a_connection_that_ends_at_once_is_not_logged) {
+  Stage s;
+  const std::string address = s.a.listen("tcp");
+  const std::size_t before = s.a.engine->stats().connections;
+  for (const bool reset : {false, true}) {
+    auto socket = connect_from("127.0.0.1", address, 1);
+    while (s.a.engine->stats().connections == before) std::this_thread::yield();
+    const int hard[2] = {reset, 0};
+    CHECK_EQ(setsockopt(socket[0].get(), SOL_SOCKET, SO_LINGER, &hard, sizeof hard), 0);
+    socket.clear();
+    while (s.a.engine->stats().connections > before) std::this_thread::yield();
+  }
+  auto link = s.knock();
+  CHECK_EQ(::send(link->fd(), std::string(100, 'x').data(), 100, 0), 100);
+  CHECK_SAYS(s.a.wait_for_event(EventKind::kLog), "not a Telegrad frame");  // the first line
 }
 
 void check_ended(const UniqueFd& socket) {

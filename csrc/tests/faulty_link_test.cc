@@ -75,7 +75,8 @@ CASE(a_dropped_message_ends_the_link_behind_earlier_ones) {
     CHECK_EQ(e.inbox.messages.size(), 1u);
     check_same(first, e.inbox.messages[0]);
     receive_until_broken(*e.a, e.inbox);
-    CHECK(e.a->error().starts_with("fault rule 0 has dropped a message"));
+    CHECK(e.a->error().text.starts_with("fault rule 0 has dropped a message"));
+    CHECK_EQ(e.a->error().code, ECONNABORTED);
   });
 }
 
@@ -193,7 +194,7 @@ CASE(a_corrupted_header_breaks_the_receiver) {
     CHECK(e.a->send(o) == SendState::kSent);
     receive_until_broken(e.b(), e.inbox);
     CHECK(e.inbox.messages.empty());
-    CHECK_EQ(e.b().error(), std::string("received bytes that are not a Telegrad frame"));
+    CHECK_EQ(e.b().error().text, std::string("received bytes that are not a Telegrad frame"));
   }
 }
 
@@ -223,7 +224,7 @@ CASE(links_without_bytes_are_cut_instead_of_corrupted) {
     const Message m = e.message();
     Outgoing o = m.outgoing();
     CHECK(e.a->send(o) == SendState::kBroken);
-    CHECK(e.a->error().starts_with("a fault rule could not corrupt a message"));
+    CHECK(e.a->error().text.starts_with("a fault rule could not corrupt a message"));
   }
 }
 

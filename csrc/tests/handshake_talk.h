@@ -31,6 +31,9 @@ inline Frame frame_of(const Handshake::Step& step) {
 inline void check_failed(const Handshake::Step& step, const std::string& why) {
   CHECK(!step.open);
   CHECK_SAYS(step.failed, why);
+  const bool refused =
+      step.failed.starts_with("refused by the peer") || step.failed == "the group's secret does not match";
+  CHECK_EQ(step.refused, refused);
 }
 
 /// Alice and Bob; the test passes each frame between them.

@@ -144,7 +144,7 @@ CASE(messages_that_wait_are_limited) {
       }
     });
     while (r.receive() != ReceiveState::kBroken) readable(*r.link);
-    CHECK_SAYS(r.link->error(), "do not fit");
+    CHECK_SAYS(r.link->error().text, "do not fit");
     CHECK(r.inbox.allocated <= (80 << 20));
     r.link->close();
     peer.join();
@@ -213,9 +213,27 @@ CASE(data_on_lanes_is_read_after_the_end_of_the_first_connection) {
   for (int i = 0; i < 3; ++i) CHECK(r.receive() == ReceiveState::kIdle);
   r.write(r.lane, fragment(0, 0, "abcd"));
   while (r.receive() != ReceiveState::kBroken) readable(*r.link);
-  CHECK_EQ(r.link->error(), "");
+  CHECK_EQ(r.link->error().text, "");
+  CHECK_EQ(r.link->error().code, 0);
   CHECK_EQ(r.inbox.messages.size(), 1u);
   CHECK_EQ(text(r.inbox.messages[0].segments[0]), "abcd");
+}
+
+CASE(the_reset_of_a_lane_is_the_reason_of_the_link) {
+  Raw r;
+  Message m;
+  m.segments = {std::string(1 << 20, 'x')};
+  Outgoing large = m.outgoing();
+  r.link->send(large);  // over the lane
+  r.lane = UniqueFd();  // with unread bytes
+  CHECK(r.receive() == ReceiveState::kIdle);
+  char byte;
+  while (::recv(r.first.get(), &byte, 1, 0) > 0) {
+  }
+  r.first = UniqueFd();
+  CHECK(r.receive() == ReceiveState::kBroken);
+  CHECK_SAYS(r.link->error().text, "a lane broke: ");
+  CHECK_EQ(r.link->error().code, ECONNRESET);
 }
 
 void check_refused(const std::string& first, const std::string& lane, const std::string& why) {
@@ -229,7 +247,8 @@ void check_refused(const std::string& first, const std::string& lane, const std:
     char byte;
     if (::recv(r.first.get(), &byte, 1, MSG_DONTWAIT) == 0) r.first = UniqueFd();
   }
-  CHECK_SAYS(r.link->error(), why);
+  CHECK_SAYS(r.link->error().text, why);
+  CHECK_EQ(r.link->error().code, EPROTO);
   CHECK(r.inbox.messages.empty());
 }
 
@@ -312,7 +331,7 @@ CASE(fragments_of_missing_messages_are_limited) {
     CHECK(sent < 70 << 20);
     r.write(r.first, one);
   }
-  CHECK_SAYS(r.link->error(), "do not fit");
+  CHECK_SAYS(r.link->error().text, "do not fit");
 }
 
 CASE(a_closed_lane_ends_the_link_with_a_reason) {
@@ -333,7 +352,8 @@ CASE(a_closed_lane_ends_the_link_with_a_reason) {
     receive_until_broken(*e.a, at_a);
     e.a->close();
     other.join();
-    CHECK_SAYS(e.a->error() + e.b->error(), "lane");  // the second end to notice may see only the end of stream
+    CHECK_SAYS(e.a->error().text + e.b->error().text,
+               "lane");  // the second end to notice may see only the end of stream
     CHECK(at_b.messages.empty());
     Outgoing again = m.outgoing();
     if (!middle) CHECK(e.a->send(again) == SendState::kBroken);

@@ -210,14 +210,14 @@ void send_whole(Link& from, Outgoing& m, Link& to, RecordingInbox& inbox) {
   while (true) {
     const SendState state = from.send(m);
     if (state == SendState::kSent) return;
-    if (state == SendState::kBroken) fail(__FILE__, __LINE__, "a send failed: " + from.error());
+    if (state == SendState::kBroken) fail(__FILE__, __LINE__, "a send failed: " + from.error().text);
     wait_for_either(from, to);
     RecordingInbox nothing;
     if (readable(from, 0) && receive(from, nothing, kAnyBudget) == ReceiveState::kBroken)
-      fail(__FILE__, __LINE__, "the sender's link broke: " + from.error());
+      fail(__FILE__, __LINE__, "the sender's link broke: " + from.error().text);
     CHECK(nothing.messages.empty());
     if (readable(to, 0) && receive(to, inbox, kAnyBudget) == ReceiveState::kBroken)
-      fail(__FILE__, __LINE__, "the receiver's link broke: " + to.error());
+      fail(__FILE__, __LINE__, "the receiver's link broke: " + to.error().text);
   }
 }
 
@@ -225,7 +225,7 @@ void receive_until(Link& link, RecordingInbox& inbox, std::size_t count) {
   while (inbox.messages.size() < count) {
     readable(link);
     if (receive(link, inbox, kAnyBudget) == ReceiveState::kBroken) {
-      CHECK_EQ(link.error() + std::to_string(inbox.messages.size()) + " messages", std::to_string(count));
+      CHECK_EQ(link.error().text + std::to_string(inbox.messages.size()) + " messages", std::to_string(count));
     }
   }
 }

@@ -266,7 +266,8 @@ CASE(a_false_acknowledgement_ends_the_link) {
     ack.call_id = count;
     CHECK_EQ(::send(p.ends[1].link->fd(), &ack, sizeof ack, 0), static_cast<ssize_t>(sizeof ack));
     CHECK(a.link->receive(a.inbox, kAnyBudget) == ReceiveState::kBroken);
-    CHECK_SAYS(a.link->error(), "never sent");
+    CHECK_SAYS(a.link->error().text, "never sent");
+    CHECK_EQ(a.link->error().code, EPROTO);
     CHECK(!a.link->may_resume());
   }
 }

@@ -76,7 +76,7 @@ struct End {
       }
       const bool overtakes = between != 0;
       const SendState state = overtakes ? send_between() : link->send(*sending[sent]);
-      if (state == SendState::kBroken) fail(__FILE__, __LINE__, "a suspended link blocks: " + link->error());
+      if (state == SendState::kBroken) fail(__FILE__, __LINE__, "a suspended link blocks: " + link->error().text);
       if (state == SendState::kBlocked && (overtakes || !link->is_large(*sending[sent]) || !send_others())) break;
       if (state == SendState::kSent && !overtakes) ++sent;
       moved = true;

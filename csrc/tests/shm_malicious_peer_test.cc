@@ -50,7 +50,7 @@ struct MaliciousPeer {
   }
   void check_broken(const std::string& why) {
     receive_until_broken_at_once();
-    CHECK_SAYS(link->error(), why);
+    CHECK_SAYS(link->error().text, why);
     CHECK(inbox.messages.empty());
   }
   void receive_until_broken_at_once() {

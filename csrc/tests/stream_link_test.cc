@@ -59,7 +59,8 @@ void check_refused(const std::string& bytes, const std::string& why) {
   Raw r;
   r.write(bytes);
   CHECK(r.receive() == ReceiveState::kBroken);
-  CHECK_SAYS(r.link->error(), why);
+  CHECK_SAYS(r.link->error().text, why);
+  CHECK_EQ(r.link->error().code, EPROTO);
   CHECK_EQ(r.inbox.allocations, 0);
   CHECK(r.inbox.messages.empty());
 }
@@ -128,7 +129,8 @@ CASE(truncated_at_every_byte) {
     while ((state = r.receive()) != ReceiveState::kBroken) {
     }
     CHECK_EQ(r.inbox.messages.size(), 1u);
-    CHECK_EQ(r.link->error(), n == 0 ? "" : "the stream ended in the middle of a frame");
+    CHECK_EQ(r.link->error().text, n == 0 ? "" : "the stream ended in the middle of a frame");
+    CHECK_EQ(r.link->error().code, n == 0 ? 0 : EPROTO);
   }
 }
 
@@ -240,10 +242,20 @@ CASE(a_send_that_the_kernel_rejects_breaks_the_link_with_a_reason) {
   m.segments.push_back({reinterpret_cast<const std::byte*>(std::uintptr_t{64}), 1 << 20});  // no such memory
   CHECK(r.link->send(m) == SendState::kBroken);
   CHECK(r.receive() == ReceiveState::kBroken);
-  CHECK_SAYS(r.link->error(), "Bad address");
+  CHECK_SAYS(r.link->error().text, "Bad address");
+  CHECK_EQ(r.link->error().code, EFAULT);
   char byte;
   while (::recv(r.socket.get(), &byte, 1, 0) > 0) {
   }  // the other end sees the end of stream
+}
+
+CASE(a_reset_has_its_code) {
+  Raw r;
+  Outgoing m;
+  CHECK(r.link->send(m) == SendState::kSent);
+  r.end();  // with unread bytes
+  CHECK(r.receive() == ReceiveState::kBroken);
+  CHECK_EQ(r.link->error().code, ECONNRESET);
 }
 
 }  // namespace

@@ -146,7 +146,8 @@ CASE(a_bad_record_after_a_good_one) {
   Wire::give(wire.to_b, bytes + bad);
   CHECK(wire.b->receive(wire.at_b, kAnyBudget) == ReceiveState::kBroken);
   CHECK_EQ(wire.at_b.messages.size(), 1u);
-  CHECK_SAYS(wire.b->error(), "not authentic");
+  CHECK_SAYS(wire.b->error().text, "not authentic");
+  CHECK_EQ(wire.b->error().code, EPROTO);
 }
 
 CASE(a_truncated_record_delivers_nothing) {
@@ -178,7 +179,7 @@ CASE(a_write_after_the_end_of_the_socket) {
   CHECK_EQ(a->read(&in, 1, true), 0);
   CHECK_EQ(a->write(&out, 1), -1);
   CHECK_EQ(errno, EPIPE);
-  CHECK_EQ(a->error(), "");
+  CHECK_EQ(a->error().text, "");
 }
 
 CASE(records_cannot_be_dropped_repeated_or_reordered) {
@@ -207,8 +208,10 @@ CASE(another_key) {
   CHECK(!wire.send(some_message()));
   wire.carry();
   CHECK(wire.at_a_state == ReceiveState::kBroken && wire.at_b_state == ReceiveState::kBroken);
-  CHECK_SAYS(wire.a->error(), "refused by the peer, which logs the reason: this worker has another secret");
-  CHECK_SAYS(wire.b->error(), "secret does not match");
+  CHECK_SAYS(wire.a->error().text, "refused by the peer, which logs the reason: this worker has another secret");
+  CHECK_SAYS(wire.b->error().text, "secret does not match");
+  CHECK_EQ(wire.a->error().code, kRefusalCode);
+  CHECK_EQ(wire.b->error().code, kRefusalCode);
   CHECK(wire.at_b.messages.empty());
 }
 
@@ -229,7 +232,7 @@ CASE(unauthenticated_peers_get_one_alert) {
     Wire::give(outsider, greeting);
     if (link->receive(inbox, kAnyBudget) != ReceiveState::kBroken) fail(__FILE__, __LINE__, "accepted: " + greeting);
     CHECK(read_available(outsider.get()) == std::string("\x15\x03\x03\x00\x02\x02\x28", 7));
-    CHECK(!link->error().empty());
+    CHECK(!link->error().text.empty());
   }
 }
 
@@ -238,10 +241,10 @@ CASE(a_plain_initiator_is_refused) {
   CHECK(wire.send(some_message()));
   wire.carry();
   CHECK(wire.at_b_state == ReceiveState::kBroken && wire.at_b.messages.empty());
-  CHECK_SAYS(wire.b->error(), "does not use TLS 1.3: give all workers the same option encryption");
+  CHECK_SAYS(wire.b->error().text, "does not use TLS 1.3: give all workers the same option encryption");
   wire.to_a = UniqueFd();
   receive_until_broken(*wire.a, wire.at_a);
-  CHECK_SAYS(wire.a->error(), "the other end encrypts, and this one does not");
+  CHECK_SAYS(wire.a->error().text, "the other end encrypts, and this one does not");
 }
 
 CASE(a_plain_acceptor_is_refused) {
@@ -251,8 +254,22 @@ CASE(a_plain_acceptor_is_refused) {
   CHECK(!wire.a->waits_for_fd());
   Wire::give(wire.to_a, "TGR1 in plain text");
   CHECK(wire.a->receive(wire.at_a, kAnyBudget) == ReceiveState::kBroken);
-  CHECK_SAYS(wire.a->error(), "does not use TLS 1.3");
+  CHECK_SAYS(wire.a->error().text, "does not use TLS 1.3");
   CHECK(wire.a->send(out) == SendState::kBroken);
+}
+
+/// Like every reset, this does not mean that no worker is at the address.
+CASE(a_peer_that_closes_in_the_handshake) {
+  for (const bool reads : {false, true}) {
+    Wire wire(with_key(), nullptr);
+    Outgoing out = some_message().outgoing();
+    CHECK(wire.a->send(out) == SendState::kBlocked);
+    if (reads) wire.from_a();
+    wire.to_a = UniqueFd();
+    CHECK(wire.a->receive(wire.at_a, kAnyBudget) == ReceiveState::kBroken);
+    CHECK_SAYS(wire.a->error().text, "has closed the connection in the TLS handshake");
+    CHECK_EQ(wire.a->error().code, ECONNRESET);
+  }
 }
 
 /// Keys change in time, and messages of all sizes arrive whole.
@@ -353,13 +370,13 @@ CASE(a_certificate_of_another_authority) {
   wire.carry();
   CHECK(wire.at_b_state == ReceiveState::kBroken && wire.at_a_state == ReceiveState::kBroken);
   CHECK(wire.at_b.messages.empty());
-  CHECK_SAYS(wire.b->error(), "the certificate of the other end is not accepted");
-  CHECK_SAYS(wire.a->error(), "refused by the peer, which logs the reason");
-  CHECK(wire.a->error().find("handshake failure") != std::string::npos);
+  CHECK_SAYS(wire.b->error().text, "the certificate of the other end is not accepted");
+  CHECK_SAYS(wire.a->error().text, "refused by the peer, which logs the reason");
+  CHECK(wire.a->error().text.find("handshake failure") != std::string::npos);
 
   Wire reverse(make_tls(authority.issue("w0")), make_tls(another.issue("w1")));
   CHECK(!reverse.send(some_message()));
-  CHECK_SAYS(reverse.a->error(), "the certificate of the other end is not accepted");
+  CHECK_SAYS(reverse.a->error().text, "the certificate of the other end is not accepted");
 }
 
 CASE(an_expired_certificate) {
@@ -368,7 +385,7 @@ CASE(an_expired_certificate) {
   wire.send(some_message());
   wire.carry();
   CHECK(wire.at_b_state == ReceiveState::kBroken && wire.at_b.messages.empty());
-  CHECK_SAYS(wire.b->error(), "expired");
+  CHECK_SAYS(wire.b->error().text, "expired");
 }
 
 CASE(a_key_where_certificates_are_required) {

@@ -29,10 +29,11 @@ void sent_data_survives_close(Scheme scheme) {
   receive_until_broken(*e.b, inbox);
   CHECK_EQ(inbox.messages.size(), 10u);
   for (std::size_t i = 0; i < 10; ++i) check_same(sent[i], inbox.messages[i]);
-  CHECK_EQ(e.b->error(), "");
+  CHECK_EQ(e.b->error().text, "");
   CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kBroken);
   CHECK_EQ(inbox.messages.size(), 10u);
-  CHECK_EQ(e.b->error(), "");
+  CHECK_EQ(e.b->error().text, "");
+  CHECK_EQ(e.b->error().code, 0);
 }
 
 /// Waits until the other end of a TCP connection has the data: a reset would drop what it has not.
@@ -71,7 +72,7 @@ void sent_data_survives_a_failed_send(Scheme scheme) {
 void close_ends_both_directions(Scheme scheme) {
   Ends e(scheme);
   RecordingInbox inbox;
-  CHECK_EQ(e.a->error(), "");
+  CHECK_EQ(e.a->error().text, "");
   CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kIdle);
   e.a->close();
   e.a->close();
@@ -80,7 +81,7 @@ void close_ends_both_directions(Scheme scheme) {
   CHECK(e.a->send(out) == SendState::kBroken);
   receive_until_broken(*e.a, inbox);
   receive_until_broken(*e.b, inbox);
-  CHECK_EQ(e.b->error(), "");
+  CHECK_EQ(e.b->error().text, "");
   e.a->close();
   e.b->close();
   Outgoing back = m.outgoing();
@@ -99,7 +100,7 @@ void close_wakes_both_ends(Scheme scheme) {
     closing.join();
     reading_a.join();
     reading_b.join();
-    CHECK_EQ(e.b->error(), "");
+    CHECK_EQ(e.b->error().text, "");
   }
 }
 
@@ -187,6 +188,7 @@ void an_address_without_listener(Scheme scheme) {
   const std::string address = fresh_address(scheme);
   std::string gone = listen_on(address)->address();  // closed at once
   std::string why;
+  int code = 0;
   try {
     auto link = connect_to(gone);
     RecordingInbox inbox;
@@ -194,12 +196,15 @@ void an_address_without_listener(Scheme scheme) {
     Outgoing out = m.outgoing();
     while (link->send(out) == SendState::kBlocked) writable(link->fd());
     receive_until_broken(*link, inbox);
-    why = link->error();
+    why = link->error().text;
+    code = link->error().code;
   } catch (const std::system_error& e) {
     CHECK_SAYS(e.what(), gone);
     why = e.what();
+    code = e.code().value();
   }
   CHECK_SAYS(why, "refused");
+  CHECK_EQ(code, ECONNREFUSED);
 }
 
 void peer_credentials_are_reported(Scheme scheme) {

@@ -190,7 +190,7 @@ void limits_hold_for_lent_memory(Scheme scheme) {
   CHECK(e.a->send(m.out) == SendState::kSent);
   receive_until_broken(*e.b, inbox);
   CHECK(inbox.messages.empty());
-  CHECK_SAYS(e.b->error(), "limit");
+  CHECK_SAYS(e.b->error().text, "limit");
 }
 
 const bool registered = add_on_every_scheme({

@@ -13,9 +13,10 @@ void refuses(Scheme scheme, const Limits& limits, const Message& message) {
   receive_until_broken(*e.b, inbox);
   CHECK_EQ(inbox.allocations, 0);
   CHECK(inbox.messages.empty());
-  CHECK_SAYS(e.b->error(), "limit");
+  CHECK_SAYS(e.b->error().text, "limit");
   CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kBroken);
-  CHECK_SAYS(e.b->error(), "limit");
+  CHECK_SAYS(e.b->error().text, "limit");
+  CHECK_EQ(e.b->error().code, EPROTO);
 }
 
 void limits_are_checked_before_memory_is_taken(Scheme scheme) {
@@ -140,7 +141,7 @@ void no_memory_breaks_the_link(Scheme scheme, bool oneway) {
     }
     receive_until_broken(*e.b, inbox);
     CHECK_EQ(inbox.messages.size(), 1u);
-    CHECK_SAYS(e.b->error(), "memory");
+    CHECK_SAYS(e.b->error().text, "memory");
     CHECK(receive(*e.b, inbox, kAnyBudget) == ReceiveState::kBroken);
     CHECK_EQ(inbox.messages.size(), 1u);
     inbox.messages.clear();

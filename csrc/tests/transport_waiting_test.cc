@@ -126,7 +126,7 @@ void a_busy_polled_receiver_notices_the_end(Scheme scheme) {
   e.a.reset();
   receive_until_broken(*e.b, inbox);
   CHECK_EQ(inbox.messages.size(), 1u);
-  CHECK_EQ(e.b->error(), "");
+  CHECK_EQ(e.b->error().text, "");
 }
 
 /// An end that ends busy polling while the other end sends is still woken.

@@ -92,6 +92,13 @@ enum class EventKind : std::uint8_t {
   kReplaced = 6,  // a peer has refused this worker: a newer process has its name
 };
 
+/// Kind of the loss of a peer (csrc/core/link_error.h).
+enum class Loss : std::uint8_t {
+  kOther = 0,
+  kClosed = 1,  // the connection was closed without a goodbye
+  kRefused = 2,  // in the handshake: the peer has refused this worker, or has not proven the group's secret
+};
+
 /// Position in the call metadata, the tuple in the last segment of a message.
 struct MetadataField {
   static constexpr int kTickets = 0;  // of the references in the message

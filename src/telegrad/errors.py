@@ -206,6 +206,8 @@ class WorkerLost(TelegradError):
                 print(error.name, error.why)
     """
 
+    _loss: int = 0  # a `telegrad.wire.Loss`, if a completion of the core has reported the loss
+
     def __init__(self, name: str, why: str, incarnation: int = 0) -> None:
         self.name = name
         self.why = why

@@ -33,7 +33,7 @@ def test_bodies_and_segments(pair: tuple[Native, Native]) -> None:
     a, _ = pair
     for size in (0, 1, 65535, 65536, 65537, 1_000_000):
         body = os.urandom(size)
-        status, _, _, got, segments, peer, _, why = a.call(1, ECHO, body, [body, b"", body[::-1]])
+        status, _, _, got, segments, peer, _, why, _ = a.call(1, ECHO, body, [body, b"", body[::-1]])
         assert (status, bytes(got), peer, why) == (REPLIED, body, 1, None)
         assert [bytes(s) for s in segments] == [body, b"", body[::-1]]
         assert [len(s) for s in segments] == [size, 0, size]

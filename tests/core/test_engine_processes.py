@@ -12,6 +12,8 @@ import pytest
 from engine_helpers import ECHO, EV_LOST, FORK, HOLD, NEVER, PEER_LOST, REPLIED, UNREACHABLE, WINDOW, Child, Native
 from stopped_processes import resume, stop
 
+from telegrad.wire import Loss
+
 
 @pytest.fixture
 def worker() -> Iterator[Native]:
@@ -64,10 +66,11 @@ def test_a_killed_peer_fails_its_callers_at_once(worker: Native, spawn: Callable
         status, why = w.join()
         assert status == PEER_LOST
         assert why.startswith("the connection was closed without a goodbye: its process died or was killed")
+        assert w.outcome[8] == Loss.CLOSED
         assert w.ended - start < 2
     worker.wait_for(lambda: worker.outcomes)
     target, outcome = worker.outcomes[0]
-    assert (target, outcome[0]) == ("target", PEER_LOST)
+    assert (target, outcome[0], outcome[8]) == ("target", PEER_LOST, Loss.CLOSED)
     worker.wait_for(lambda: any(event[0] == EV_LOST for event in worker.events))
 
     assert worker.call(2, ECHO, b"still here")[3] == b"still here"

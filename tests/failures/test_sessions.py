@@ -20,6 +20,7 @@ from telegrad.protocols.rref import Add, Ticket, TicketKind, UserState
 from telegrad.rpc import Options
 from telegrad.rref.creation import PendingCreation
 from telegrad.testing import Cluster, Gate, cluster, eventually
+from telegrad.wire import Loss
 from telegrad.worker.refs.messages import as_plain
 
 TIMEOUT = 20.0
@@ -92,8 +93,9 @@ def test_a_reply_of_an_ended_session_takes_its_references_back(w: Cluster) -> No
     result = w[0].rpc_async("w1", own_slowly)
     assert entered.wait(TIMEOUT)
     break_connections(w)
-    with pytest.raises(WorkerLost):
+    with pytest.raises(WorkerLost) as lost:
         result.wait()
+    assert lost.value._loss == Loss.CLOSED
     may_return.set()
     eventually(lambda: w[1]._worker.references.stats().owners == 0)
 

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from raw_peer_helpers import REFUSE, frame, text
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from telegrad import rpc
-from telegrad.errors import TelegradError
+from telegrad.errors import TelegradError, WorkerLost
 from telegrad.group.lease import Lease, lease_key, sealed_lease
 from telegrad.group.log import FellBehind
 from telegrad.group.process_identity import own_process
@@ -23,7 +23,9 @@ from telegrad.protocols.membership import Leave
 from telegrad.rpc import Options, Worker
 from telegrad.testing import Gate, cluster, eventually
 from telegrad.waits import Wait
+from telegrad.wire import Loss
 from telegrad.worker.membership import joining
+from telegrad.worker.worker import Worker as Core
 
 PATIENT = Options(member_lease=20.0, transports=("tcp",), rpc_timeout=30)
 QUICK = Options(member_lease=2.0, transports=("tcp",), rpc_timeout=30)
@@ -133,6 +135,49 @@ def test_newcomer_that_a_member_refuses(word: str, error: str) -> None:
         with pytest.raises(TelegradError, match=f"no connection to its live member strict .*: {error}"):
             Worker("w1", options=PATIENT, store=store)
         assert (log_of(store).view.epoch, sorted(members_of(store))) == (before, ["strict", "w0"])
+
+
+class LostCall:
+    """Call that has ended with the loss of its callee."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.error = WorkerLost("w0", "the connection was closed, for the test")
+        self.error._loss = loss
+
+    def done(self) -> bool:
+        return True
+
+    def add_done_callback(self, callback: Callable[["LostCall"], None]) -> None:
+        callback(self)
+
+    def cancel(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("loss", Loss)
+def test_newcomer_whose_first_connection_is_lost(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connect again if the member has closed the connection.
+
+    It may have closed the connections of an earlier process of this name.
+    """
+    start = Core.start_internal
+    pings: list[int] = []
+
+    def start_internal(worker: Core, to: int, func: object, *arguments: Any) -> Any:
+        pings.append(to)
+        return LostCall(loss) if len(pings) == 1 else start(worker, to, func, *arguments)
+
+    with cluster(1, QUICK, store=HashStore(), dynamic=True) as group:
+        monkeypatch.setattr(Core, "start_internal", start_internal)
+        if loss == Loss.CLOSED:
+            group.workers.append(Worker("w1", options=QUICK, store=group.store))
+        else:
+            with pytest.raises(TelegradError, match="no connection to its live member w0"):
+                Worker("w1", options=QUICK, store=group.store)
+        assert pings == ([0, 0] if loss == Loss.CLOSED else [0])
 
 
 def test_newcomer_that_cannot_reach_a_live_member() -> None:

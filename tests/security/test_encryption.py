@@ -181,7 +181,7 @@ def test_encryption_cannot_be_negotiated_away(mine: str, theirs: str, dialed: st
     with cluster(1, near, names="a{}") as a, cluster(1, far, names="b{}") as b:
         core, (_, host, port) = b[0]._worker, address_of(b[0])
         a[0]._worker.engine.set_peer(7, "b0", core.incarnation, [f"{dialed}:{host}:{port}"])
-        status, *_, text = a[0]._worker.engine.call(7, 1, 0, 0, None, b"", None, 20_000_000_000, False, None)
+        status, *_, text, _ = a[0]._worker.engine.call(7, 1, 0, 0, None, b"", None, 20_000_000_000, False, None)
         assert status != 0
         assert why in text
 
@@ -191,7 +191,7 @@ def test_a_worker_with_another_secret_is_refused(caplog: pytest.LogCaptureFixtur
     with cluster(1, ENCRYPTED, names="a{}") as a, cluster(1, far, names="b{}") as b:
         core, (_, host, port) = b[0]._worker, address_of(b[0])
         a[0]._worker.engine.set_peer(7, "b0", core.incarnation, [f"tls:{host}:{port}"])
-        status, *_, text = a[0]._worker.engine.call(7, 1, 0, 0, None, b"", None, 20_000_000_000, False, None)
+        status, *_, text, _ = a[0]._worker.engine.call(7, 1, 0, 0, None, b"", None, 20_000_000_000, False, None)
         assert status != 0
         assert "refused by the peer, which logs the reason: this worker has another secret" in text
         eventually(lambda: "the group's secret does not match" in caplog.text, what="the reason in the log of b0")

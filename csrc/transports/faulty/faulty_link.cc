@@ -56,16 +56,16 @@ std::vector<int> FaultyLink::descriptors() const {
   return all;
 }
 
-std::string FaultyLink::error() const {
+LinkError FaultyLink::error() const {
   std::lock_guard lock(mutex_);
-  return cut_error_.empty() ? inner_->error() : cut_error_;
+  return cut_error_.text.empty() ? inner_->error() : cut_error_;
 }
 
-/// Ends the connection. The reason ends like that of a reset, after which the engine connects again.
+/// Ends the connection. The engine connects again, as after a reset, but the end that did not dial logs the reason too.
 void FaultyLink::cut(const std::string& why) {
   {
     std::lock_guard lock(mutex_);
-    if (cut_error_.empty()) cut_error_ = why + ": " + std::generic_category().message(ECONNRESET);
+    if (cut_error_.text.empty()) cut_error_ = {LinkError::of_call(ECONNRESET).with_context(why).text, ECONNABORTED};
   }
   if (continues()) {  // it would not continue after `close`
     ::shutdown(inner_->fd(), SHUT_RDWR);
@@ -80,7 +80,7 @@ SendState FaultyLink::ended(SendState state) const { return continues() ? SendSt
 bool FaultyLink::resume(Link& connection, std::uint64_t received) {
   {
     std::lock_guard lock(mutex_);
-    cut_error_.clear();
+    cut_error_ = {};
   }
   held_until_.store(0, std::memory_order_release);
   return inner_->resumable()->resume(*dynamic_cast<FaultyLink&>(connection).inner_, received);
@@ -192,7 +192,7 @@ SendState FaultyLink::send(Outgoing& m, Place& place) {
     std::string peer;
     {
       std::lock_guard lock(mutex_);
-      if (!cut_error_.empty()) return ended(SendState::kBroken);
+      if (!cut_error_.text.empty()) return ended(SendState::kBroken);
       peer = peer_name_;
     }
     if (const auto rule = faults_->judge(m.header, peer, *this)) {

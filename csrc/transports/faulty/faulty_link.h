@@ -45,7 +45,7 @@ class FaultyLink final : public Link, public HeldLink, public Resumable {
   std::vector<int> descriptors() const override;
   void set_peer_name(std::string_view name) override;
   void close() override { inner_->close(); }
-  std::string error() const override;
+  LinkError error() const override;
   void release() override;
 
   std::optional<LinkLease> lease(std::size_t size) override { return inner_->lease(size); }
@@ -103,7 +103,7 @@ class FaultyLink final : public Link, public HeldLink, public Resumable {
 
   mutable std::mutex mutex_;
   std::string peer_name_;  // of the worker at the other end; "" before it is known
-  std::string cut_error_;
+  LinkError cut_error_;
 
   // Sending thread only.
   Place front_, between_;

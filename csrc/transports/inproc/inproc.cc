@@ -288,7 +288,7 @@ class InprocLink final : public Link {
     close_locked();
   }
 
-  std::string error() const override {
+  LinkError error() const override {
     std::lock_guard lock(shared_->mutex);
     return error_;
   }
@@ -360,7 +360,7 @@ class InprocLink final : public Link {
   const int end_;
   Limits limits_;
   bool broken_ = false;  // the receiving side has failed: nothing more is delivered
-  std::string error_;
+  LinkError error_;
 };
 
 class InprocListener;

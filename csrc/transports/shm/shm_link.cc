@@ -97,13 +97,13 @@ void ShmLink::set_budget(const std::shared_ptr<MemoryBudget>& budget) {
   if (arena_) arena_->set_budget(budget);
 }
 
-void ShmLink::fail(std::string why) {
+void ShmLink::fail(LinkError why) {
   std::lock_guard lock(error_mutex_);
   if (!broken_) error_ = std::move(why);
   broken_ = true;
 }
 
-std::string ShmLink::error() const {
+LinkError ShmLink::error() const {
   std::lock_guard lock(error_mutex_);
   return error_;
 }

@@ -52,7 +52,7 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   void set_limits(const Limits& limits) override;
   void set_budget(const std::shared_ptr<MemoryBudget>& budget) override;
   void close() override;
-  std::string error() const override;
+  LinkError error() const override;
   PeerCredentials peer_credentials(CredentialLookup& lookup) const override;
   std::uint64_t received_bytes() const override;
   std::uint64_t unread_bytes() const override { return unread_.bytes(read_by_peer()); }
@@ -64,7 +64,7 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   ShmLink(UniqueFd socket, std::string description, int end);
   static void check_user(int socket, const std::string& description);
   void use(SharedMemory memory);
-  void fail(std::string why);
+  void fail(LinkError why);
   SendState fail_to_send();
   bool is_open() const;
   bool publish();
@@ -104,7 +104,7 @@ class ShmLink final : public Link, private SegmentSource, private Arena::Messeng
   std::atomic<ShmControl*> shared_ = nullptr;  // null: not received yet
 
   mutable std::mutex error_mutex_;
-  std::string error_;
+  LinkError error_;
   std::atomic<bool> broken_ = false;
 
   // Sending thread only.

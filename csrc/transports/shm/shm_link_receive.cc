@@ -18,8 +18,6 @@ namespace {
 
 constexpr std::size_t kMinRead = 64 << 10;  // bytes of the ring read at once, at least
 
-std::string reason(int error) { return std::generic_category().message(error); }
-
 }  // namespace
 
 bool ShmLink::enable_busy_poll() {
@@ -65,7 +63,7 @@ void ShmLink::receive_packets(unsigned most) {
       if (errno == EAGAIN || errno == EWOULDBLOCK) return;
       // A peer that closes with unread packets resets the connection: treat it as a plain end.
       ended_ = true;
-      if (errno != ECONNRESET) fail(reason(errno));
+      if (errno != ECONNRESET) fail(LinkError::of_call(errno));
       return;
     }
     for (int i = 0; i < n; ++i) {
@@ -110,7 +108,7 @@ void ShmLink::map_link_memory(std::uint64_t size, UniqueFd passed) {
     if (size != kShmSize) raise(EINVAL, "received shared memory of the wrong size");
     use(SharedMemory::map_file(std::move(passed), size));
   } catch (const std::system_error& e) {
-    fail(e.what());
+    fail({e.what(), e.code().value()});
   }
 }
 

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/unique_fd.h"
+#include "core/link_error.h"
 
 namespace telegrad {
 
@@ -40,7 +41,7 @@ class ByteStream {
   /// Returns whether the stream has taken bytes from the socket that have not been read.
   virtual bool holds_input() const { return false; }
 
-  virtual std::string error() const { return {}; }
+  virtual LinkError error() const { return {}; }
   /// Returns whether the other end may be the worker of this name.
   virtual bool is_certified_for(std::string_view) const { return true; }
 

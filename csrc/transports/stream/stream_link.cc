@@ -34,18 +34,18 @@ StreamLink::StreamLink(std::unique_ptr<ByteStream> stream, std::string descripti
 
 StreamLink::~StreamLink() = default;
 
-std::string StreamLink::reason(int error) const {
-  const std::string why = error == EPROTO ? stream_->error() : std::string();
-  return why.empty() ? std::generic_category().message(error) : why;
+LinkError StreamLink::reason(int error) const {
+  const LinkError why = error == EPROTO ? stream_->error() : LinkError();
+  return why.text.empty() ? LinkError::of_call(error) : why;
 }
 
-void StreamLink::fail(std::string why) {
+void StreamLink::fail(LinkError why) {
   std::lock_guard lock(error_mutex_);
   fail_locked(std::move(why));
 }
 
-void StreamLink::fail_locked(std::string why) {
-  if (!broken_) error_ = send_error_.empty() ? std::move(why) : send_error_;
+void StreamLink::fail_locked(LinkError why) {
+  if (!broken_) error_ = send_error_.text.empty() ? std::move(why) : send_error_;
   broken_ = true;
 }
 
@@ -60,7 +60,7 @@ SendState StreamLink::fail_to_send(int error) {
   return SendState::kBroken;
 }
 
-std::string StreamLink::error() const {
+LinkError StreamLink::error() const {
   std::lock_guard lock(error_mutex_);
   return error_;
 }
@@ -88,7 +88,7 @@ bool StreamLink::finish_connecting() {
   int error = 0;
   size = sizeof error;
   getsockopt(fd(), SOL_SOCKET, SO_ERROR, &error, &size);
-  if (error != 0) fail_locked("cannot connect: " + reason(error));
+  if (error != 0) fail_locked(reason(error).with_context("cannot connect"));
   return false;
 }
 

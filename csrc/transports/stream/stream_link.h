@@ -37,7 +37,7 @@ class StreamLink final : public Link {
   /// Closes the sending direction; the other end sees the end of stream. Data from the other end is still received.
   void stop_sending();
   void close() override;
-  std::string error() const override;
+  LinkError error() const override;
   bool violated() const override { return violated_; }
   PeerCredentials peer_credentials(CredentialLookup& lookup) const override {
     return kind_.peer_credentials(fd(), lookup);
@@ -52,10 +52,10 @@ class StreamLink final : public Link {
 
  private:
   bool finish_connecting();
-  void fail(std::string why);
-  void fail_locked(std::string why);
+  void fail(LinkError why);
+  void fail_locked(LinkError why);
   SendState fail_to_send(int error);
-  std::string reason(int error) const;
+  LinkError reason(int error) const;
   SendState flush_stream();
   ReceiveState nothing_to_read();
 
@@ -65,8 +65,8 @@ class StreamLink final : public Link {
   std::atomic<bool> connecting_;
 
   mutable std::mutex error_mutex_;
-  std::string error_;
-  std::string send_error_;  // why sending fails; empty if the other end has closed
+  LinkError error_;
+  LinkError send_error_;  // why sending fails; empty if the other end has closed
   std::atomic<bool> broken_ = false;
   std::atomic<bool> violated_ = false;
 

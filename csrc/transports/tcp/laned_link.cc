@@ -53,13 +53,13 @@ void LanedLink::set_limits(const Limits& limits) {
   reassembler_.set_limits(limits);
 }
 
-void LanedLink::fail(std::string why) {
+void LanedLink::fail(LinkError why) {
   std::lock_guard lock(error_mutex_);
   if (!broken_) error_ = std::move(why);
   broken_ = true;
 }
 
-std::string LanedLink::error() const {
+LinkError LanedLink::error() const {
   std::lock_guard lock(error_mutex_);
   return error_;
 }
@@ -294,8 +294,8 @@ ReceiveState LanedLink::receive(Inbox& inbox, std::size_t budget) {
     if (state == ReceiveState::kBroken) {
       ended_ = true;
       drain_until_ = now() + kDrainTimeout;
-      const std::string why = first_.error();
-      if (!why.empty()) fail(lane_error_.empty() ? why : lane_error_);
+      const LinkError why = first_.error();
+      if (!why.text.empty()) fail(lane_error_.text.empty() ? why : lane_error_);
     }
   }
   if (open_ > 0 && (reassembler_.waits() || lanes_due_ || ended_)) more = read_lanes(inbox, budget) || more;
@@ -331,14 +331,14 @@ bool LanedLink::read_lanes(Inbox& inbox, std::size_t budget) {
 
 /// Ends the link after a lane has ended, but only after the data on the first connection has been read. If the other
 /// end is alive, it closes the first connection when it sees that this end has closed it.
-void LanedLink::lane_ended(std::size_t index, const std::string& why) {
+void LanedLink::lane_ended(std::size_t index, const LinkError& why) {
   lanes_[index].ended = true;
   if (lanes_[index].stream->violated()) violated_ = true;
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, lanes_[index].stream->fd(), nullptr);
   pollfd first{.fd = fd(), .events = POLLRDHUP, .revents = 0};
   const bool alone = !closed_ && !ended_ && ::poll(&first, 1, 0) == 0;
-  if (lane_error_.empty() && !why.empty()) lane_error_ = "a lane broke: " + why;
-  if (lane_error_.empty() && alone) lane_error_ = "a lane was closed";
+  if (lane_error_.text.empty() && !why.text.empty()) lane_error_ = why.with_context("a lane broke");
+  if (lane_error_.text.empty() && alone) lane_error_ = "a lane was closed";
   first_.stop_sending();
 }
 
@@ -347,8 +347,8 @@ ReceiveState LanedLink::receive_state(bool more, bool to_send) {
     const std::size_t n = open_;
     const bool lanes_ended = std::all_of(lanes_.begin(), lanes_.begin() + static_cast<std::ptrdiff_t>(n),
                                          [](const Lane& lane) { return lane.ended; });
-    if (!reassembler_.waits() || lanes_ended || !lane_error_.empty() || now() >= drain_until_) {
-      fail(!lane_error_.empty() ? lane_error_ : reassembler_.waits() ? kEndedInMessage : "");
+    if (!reassembler_.waits() || lanes_ended || !lane_error_.text.empty() || now() >= drain_until_) {
+      fail(!lane_error_.text.empty() ? lane_error_ : reassembler_.waits() ? kEndedInMessage : "");
     }
   }
   if (broken_) return ReceiveState::kBroken;

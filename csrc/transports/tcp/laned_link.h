@@ -70,7 +70,7 @@ class LanedLink final : public Link {
   std::vector<int> descriptors() const override;
   void set_limits(const Limits& limits) override;
   void close() override;
-  std::string error() const override;
+  LinkError error() const override;
   bool violated() const override { return violated_ || first_.violated(); }
   PeerCredentials peer_credentials(CredentialLookup& lookup) const override { return first_.peer_credentials(lookup); }
   std::uint64_t received_bytes() const override;
@@ -102,9 +102,9 @@ class LanedLink final : public Link {
   StreamLink& connection(std::size_t index) { return index == 0 ? first_ : *lanes_[index - 1].stream; }
 
   bool read_lanes(Inbox& inbox, std::size_t budget);
-  void lane_ended(std::size_t lane, const std::string& why);
+  void lane_ended(std::size_t lane, const LinkError& why);
   ReceiveState receive_state(bool more, bool to_send);
-  void fail(std::string why);
+  void fail(LinkError why);
 
   const Striping striping_;
   StreamLink first_;
@@ -116,7 +116,7 @@ class LanedLink final : public Link {
   std::atomic<std::uint64_t> large_bytes_ = 0;  // bytes of large messages in both directions
 
   mutable std::mutex error_mutex_;
-  std::string error_;
+  LinkError error_;
   std::atomic<bool> broken_ = false;
   std::atomic<bool> violated_ = false;  // by what arrived on a lane, or by fragments
 
@@ -141,9 +141,9 @@ class LanedLink final : public Link {
   LanedLink* lane_of_ = nullptr;  // if set, this link is a lane of that one, which owns its data
   bool lanes_due_ = false;
   Limits limits_;
-  bool ended_ = false;      // the first connection has ended,
-  Nanos drain_until_ = 0;   // and lanes may still deliver data until then
-  std::string lane_error_;  // why the link is about to end
+  bool ended_ = false;     // the first connection has ended,
+  Nanos drain_until_ = 0;  // and lanes may still deliver data until then
+  LinkError lane_error_;   // why the link is about to end
 };
 
 }  // namespace telegrad

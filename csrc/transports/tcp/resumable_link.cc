@@ -26,15 +26,15 @@ void ResumableLink::close() {
   current()->close();
 }
 
-void ResumableLink::fail(std::string why) {
+void ResumableLink::fail(LinkError why) {
   std::lock_guard lock(mutex_);
-  if (error_.empty()) error_ = std::move(why);
+  if (error_.text.empty()) error_ = std::move(why);
   violated_ = true;
 }
 
-std::string ResumableLink::error() const {
+LinkError ResumableLink::error() const {
   std::lock_guard lock(mutex_);
-  return error_.empty() ? link_->error() : error_;
+  return error_.text.empty() ? link_->error() : error_;
 }
 
 std::uint64_t ResumableLink::received_bytes() const {

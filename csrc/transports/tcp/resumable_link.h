@@ -51,7 +51,7 @@ class ResumableLink final : public Link, public Resumable {
   std::vector<int> descriptors() const override;
   void set_limits(const Limits& limits) override;
   void close() override;
-  std::string error() const override;
+  LinkError error() const override;
   PeerCredentials peer_credentials(CredentialLookup& lookup) const override {
     return current()->peer_credentials(lookup);
   }
@@ -103,13 +103,13 @@ class ResumableLink final : public Link, public Resumable {
   SendState send_ack();
   void take(Incoming&& message, Inbox& inbox);
   void on_ack(const Acknowledgement& arrived);
-  void fail(std::string why);
+  void fail(LinkError why);
 
   // Replaced by the receiving thread while no sender is inside; so both read it without the lock.
   mutable std::mutex mutex_;
   std::shared_ptr<Link> link_;
   std::uint64_t bytes_before_ = 0;  // received on earlier connections; under mutex_
-  std::string error_;               // under mutex_
+  LinkError error_;                 // under mutex_
   std::atomic<bool> violated_ = false;
 
   std::atomic<bool> keeps_ = false;

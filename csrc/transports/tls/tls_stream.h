@@ -33,7 +33,7 @@ class TlsStream final : public ByteStream {
   bool may_write_now() override { return may_write_now_.exchange(false); }
   ssize_t read(const iovec* parts, int count, bool from_socket) override;
   bool holds_input() const override { return holds_input_; }
-  std::string error() const override;
+  LinkError error() const override;
   bool is_certified_for(std::string_view name) const override;
 
  private:
@@ -47,8 +47,8 @@ class TlsStream final : public ByteStream {
   int flush_locked();
   ssize_t read_some(std::byte* to, std::size_t size);
   ssize_t peek();
-  int fail(const std::string& why);
-  std::string refusal(const std::string& reasons) const;
+  int fail(const LinkError& why);
+  LinkError refusal(const std::string& reasons) const;
 
   const std::shared_ptr<const TlsContext> context_;
   TlsCallbackData data_;
@@ -60,7 +60,7 @@ class TlsStream final : public ByteStream {
   std::string output_;           // encrypted bytes
   std::size_t sent_ = 0;         // of them
   std::uint64_t encrypted_ = 0;  // bytes with the present key
-  std::string error_;            // why the connection has failed
+  LinkError error_;              // why the connection has failed
 
   // What the BIO may do and has seen, during one call of OpenSSL.
   bool from_socket_ = false;  // it may read from the socket

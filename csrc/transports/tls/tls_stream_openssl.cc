@@ -18,9 +18,9 @@ constexpr std::size_t kRecord = 16 << 10;  // content of a record at most
 constexpr std::string_view kRefusal("\x15\x03\x03\x00\x02\x02\x28", 7);
 
 // Like every reset, it does not mean that the peer is not there.
-constexpr std::string_view kClosed =
+constexpr const char* kClosed =
     "the peer has closed the connection in the TLS handshake: it does not encrypt (option encryption), has many other "
-    "connections, or has ended: ";
+    "connections, or has ended";
 constexpr std::string_view kNoTls = "the other end does not use TLS 1.3: give all workers the same option encryption";
 
 std::string name_of_subject(X509* certificate) {
@@ -120,14 +120,14 @@ TlsStream::TlsStream(UniqueFd socket, std::shared_ptr<const TlsContext> context,
 
 TlsStream::~TlsStream() = default;
 
-std::string TlsStream::error() const {
+LinkError TlsStream::error() const {
   Lock lock(mutex_);
   return error_;
 }
 
 /// Sets errno, and returns -1.
-int TlsStream::fail(const std::string& why) {
-  if (error_.empty()) error_ = why;
+int TlsStream::fail(const LinkError& why) {
+  if (error_.text.empty()) error_ = why;
   waits_for_input_ = false;
   errno = EPROTO;
   return -1;
@@ -137,7 +137,7 @@ int TlsStream::fail(const std::string& why) {
 
 /// Continues the handshake. Returns false with errno, or with errno 0 if the stream has ended.
 bool TlsStream::shake_hands() {
-  if (!error_.empty()) return fail(error_) == 0;
+  if (!error_.text.empty()) return fail(error_) == 0;
   begun_ = true;
   const std::size_t before = output_.size();
   ERR_clear_error();
@@ -160,7 +160,7 @@ bool TlsStream::shake_hands() {
   }
   const std::string reasons = openssl_errors();
   if (ended_ || socket_error_ == ECONNRESET) {
-    if (data_.initiator) return fail(std::string(kClosed) + std::generic_category().message(ECONNRESET)) == 0;
+    if (data_.initiator) return fail(LinkError::of_call(ECONNRESET).with_context(kClosed)) == 0;
     errno = socket_error_;
     return false;
   }
@@ -177,13 +177,15 @@ bool TlsStream::shake_hands() {
 }
 
 /// Translates OpenSSL's reasons for a failed handshake, and for alerts.
-std::string TlsStream::refusal(const std::string& reasons) const {
+LinkError TlsStream::refusal(const std::string& reasons) const {
   const auto has = [&](std::string_view part) { return reasons.find(part) != std::string::npos; };
   if (has("alert") && has("record mac")) return "the other end has received bytes that are not authentic";
   if (has("alert")) {
-    return "refused by the peer, which logs the reason: this worker has another secret, certificate authority or group "
-           "than the peer (TLS: " +
-           reasons + ")";
+    return {
+        "refused by the peer, which logs the reason: this worker has another secret, certificate authority or group "
+        "than the peer (TLS: " +
+            reasons + ")",
+        kRefusalCode};
   }
   if (has("wrong version number") || has("http request") || has("packet length too long") ||
       has("unexpected message") || has("unsupported protocol") || has("bad record type")) {
@@ -193,8 +195,9 @@ std::string TlsStream::refusal(const std::string& reasons) const {
     return "the certificate of the other end is not accepted: " +
            std::string(X509_verify_cert_error_string(data_.verify_error));
   }
-  return established_ ? "received bytes that are not authentic (TLS: " + reasons + ")"
-                      : "the group's secret does not match, or the other end has no certificate (TLS: " + reasons + ")";
+  if (established_) return "received bytes that are not authentic (TLS: " + reasons + ")";
+  return {"the group's secret does not match, or the other end has no certificate (TLS: " + reasons + ")",
+          kRefusalCode};
 }
 
 /// Returns whether the other end has proven itself by the configured means.
@@ -258,7 +261,7 @@ bool TlsStream::encrypt(const void* data, std::size_t size) {
 ssize_t TlsStream::write(const iovec* parts, int count) {
   Lock lock(mutex_);
   from_socket_ = false;
-  if (!error_.empty()) return fail(error_);
+  if (!error_.text.empty()) return fail(error_);
   if (!established_ && !shake_hands()) return -1;
   if (flush_locked() != 0) return -1;
   if (encrypted_ >= context_->key_update()) {
@@ -305,7 +308,7 @@ ssize_t TlsStream::peek() {
 
 /// Decrypts up to `size` bytes. Returns 0 at the end of the stream, or -1 with errno.
 ssize_t TlsStream::read_some(std::byte* to, std::size_t size) {
-  if (!error_.empty()) return fail(error_);
+  if (!error_.text.empty()) return fail(error_);
   if (!established_ && !shake_hands()) return errno == 0 ? 0 : -1;
   std::size_t done = 0;
   ERR_clear_error();
@@ -344,7 +347,7 @@ ssize_t TlsStream::read(const iovec* parts, int count, bool from_socket) {
         const ssize_t n = read_some(to + filled, parts[i].iov_len - filled);
         if (n <= 0) {
           holds_input_ =
-              got > 0 && !error_.empty();  // the next read reports the error, which the socket does not signal
+              got > 0 && !error_.text.empty();  // the next read reports the error, which the socket does not signal
           return got > 0 ? static_cast<ssize_t>(got) : n;
         }
         filled += static_cast<std::size_t>(n);

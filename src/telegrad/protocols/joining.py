@@ -84,7 +84,7 @@ class Newcomer:
         Args:
             member: Id of the member.
             why: The reason.
-            refused: The member itself has refused the newcomer.
+            refused: The member itself has refused the newcomer, or has not proven the secret of the group.
         """
         attempt = self._attempts.get(member)
         if attempt is not None:

@@ -1,6 +1,6 @@
 """Numbers that Python and the core share: tags, flags and layouts of messages."""
 
-from telegrad.wire.layout import EventKind, MetadataField, NodeKind, ScopeField, WorkKind
+from telegrad.wire.layout import EventKind, Loss, MetadataField, NodeKind, ScopeField, WorkKind
 from telegrad.wire.tags import ALWAYS_TAKEN, BodyKind, Flag, LeftOut, Status, Tag
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "EventKind",
     "Flag",
     "LeftOut",
+    "Loss",
     "MetadataField",
     "NodeKind",
     "ScopeField",

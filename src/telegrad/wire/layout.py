@@ -5,7 +5,7 @@ tools/wire_header.py generates csrc/wire/constants.h from this file and from tag
 
 from enum import IntEnum
 
-__all__ = ["EventKind", "MetadataField", "NodeKind", "ScopeField", "WorkKind"]
+__all__ = ["EventKind", "Loss", "MetadataField", "NodeKind", "ScopeField", "WorkKind"]
 
 
 class WorkKind(IntEnum):
@@ -31,6 +31,17 @@ class EventKind(IntEnum):
     PEER_BACK = 4
     CONNECTED = 5
     REPLACED = 6  # a peer has refused this worker: a newer process has its name
+
+
+class Loss(IntEnum):
+    """Kind of the loss of a peer (csrc/core/link_error.h).
+
+    Of a call that ends with `Status.PEER_LOST` or `Status.UNREACHABLE`.
+    """
+
+    OTHER = 0
+    CLOSED = 1  # the connection was closed without a goodbye
+    REFUSED = 2  # in the handshake: the peer has refused this worker, or has not proven the group's secret
 
 
 class MetadataField(IntEnum):

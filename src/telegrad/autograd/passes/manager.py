@@ -206,7 +206,7 @@ class BackwardManager:
 
     def on_reply(self, task: PassTask, peer: int, outcome: Outcome) -> None:
         """Process the completion of a request with messages to a peer."""
-        status, tag, flags, body, segments, _, connection, why = outcome
+        status, tag, flags, body, segments, _, connection, why, _ = outcome
         if status == _REPLIED:
             try:
                 if flags & _LEFT_OUT:

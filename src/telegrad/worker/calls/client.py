@@ -55,8 +55,8 @@ _PARTS_BY_VALUE = ("the function", *_PARTS)
 # torch.futures.Future.set_result only calls this.
 complete: Callable[[torch.futures.Future[Any], object], None] = torch._C.Future.set_result
 
-Outcome: TypeAlias = tuple[int, int, int, Body, list[Buffer], int, int, str]
-"""Completion of a call: status, tag, flags, body, segments, peer, and why it failed."""
+Outcome: TypeAlias = tuple[int, int, int, Body, list[Buffer], int, int, str, int]
+"""Completion of a call: status, tag, flags, body, segments, peer, connection, why it failed, and a `Loss`."""
 
 
 class Calls:
@@ -284,7 +284,7 @@ class Calls:
             completion: Completion as the engine returns it.
             call: (peer, the function or its name, timeout in ns).
         """
-        status, tag, flags, body, segments, _, connection, why = completion
+        status, tag, flags, body, segments, _, connection, why, loss = completion
         peer, label, timeout = call
         if status == _REPLIED:
             messages = self.messages
@@ -314,7 +314,9 @@ class Calls:
             raise NotInitialized(f"{NotInitialized.CALL} ({why})")
         if status in (Status.TOO_LARGE, Status.OVERLOADED):
             raise not_sent(status, call_text, why)
-        raise WorkerLost(self.name_of(peer), why or "no connection", self._incarnation_of(peer))
+        lost = WorkerLost(self.name_of(peer), why or "no connection", self._incarnation_of(peer))
+        lost._loss = loss
+        raise lost
 
 
 # ---- messages without their content (csrc/core/left_out.h)

@@ -25,6 +25,7 @@ from telegrad.protocols.membership import Join, Joined
 from telegrad.timeouts import SharedDeadline
 from telegrad.types import WorkerInfo
 from telegrad.waits import Wait, wait_for
+from telegrad.wire import Loss
 from telegrad.worker.autograd_hooks import WorkerPlugins
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.membership.events import GroupEvents
@@ -299,20 +300,23 @@ class _Reach:
                     self._worker.members.mark_connected(number, self._log.view.members[number].incarnation)
                     self.newcomer.connected(number)
                 except RuntimeError as e:
-                    self._failed(number, e.why if isinstance(e, WorkerLost) else str(e))
+                    if isinstance(e, WorkerLost):
+                        self._failed(number, e.why, e._loss)
+                    else:
+                        self._failed(number, str(e), Loss.OTHER)
 
-    def _failed(self, number: int, why: str) -> None:
+    def _failed(self, number: int, why: str, loss: int) -> None:
         seat = self._log.view.members[number]
         if fate_of(seat.record.process) == GONE:
             self.ended[number] = why
             self.newcomer.forget(number)
-        elif "connection was closed" in why and self._closed.setdefault(number, 0) < _RECONNECTS:
+        elif loss == Loss.CLOSED and self._closed.setdefault(number, 0) < _RECONNECTS:
             # The member has closed the connections of the previous process of this name.
             self._closed[number] += 1
             self._worker.add_member(seat.record)
             self._ping(number)
         else:
-            self.newcomer.failed(number, why, refused="refused by the peer" in why or "secret does not match" in why)
+            self.newcomer.failed(number, why, refused=loss == Loss.REFUSED)
 
     def _lease_of(self, number: int) -> str | None:
         return read_lease(self._log.store, number, self._log.group, self._log.view.members[number].incarnation)

@@ -48,7 +48,7 @@ class Dispatcher:
     def on_completion(self, item: tuple[Any, ...]) -> None:
         """Process the references and the value of a reply that is not awaited any more."""
         worker = self._worker
-        _, tag, flags, body, segments, peer, connection, _ = item[3]
+        _, tag, flags, body, segments, peer, connection, _, _ = item[3]
         worker.messages.read_metadata(peer, connection, flags, segments)
         if tag == Tag.CREATED and not flags & Flag.LEFT_OUT:
             worker.references.created(RRefId(*worker.messages.decode(flags & ~Flag.METADATA, body, segments, [])))
