@@ -7,7 +7,6 @@ import gc
 import logging
 import multiprocessing
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -81,7 +80,7 @@ def busy_threads() -> Callable[[Cluster], set[threading.Thread]]:
     def find(group: Cluster) -> set[threading.Thread]:
         own = {f"telegrad-{worker.info.name}-{what}" for worker in group for what in ("loop", "timers")}
         pools = {thread for worker in group for thread in worker._worker.pool.threads()}
-        frames = sys._current_frames()
+        frames = _core.thread_frames()
         free = {
             thread
             for thread in pools

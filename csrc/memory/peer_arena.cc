@@ -188,10 +188,8 @@ void PeerArena::make_private(MappedRegion& region) {
 void PeerArena::close() {
   std::lock_guard lock(mutex_);
   closed_ = true;
-  for (const auto& [begin, region] : regions_) {
-    make_private(*region);
-    region->chunk->memory.close_file();
-  }
+  for (const auto& [begin, region] : regions_) make_private(*region);
+  for (const auto& [begin, region] : regions_) region->chunk->memory.close_file();  // a chunk may have several regions
   chunks_.clear();
   pagemap_ = UniqueFd();
 }

@@ -37,7 +37,7 @@ Completion call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
   {
     const GilReleased no_gil;
     const std::uint64_t id = e.start(peer, std::move(m), std::move(o));
-    if (take_deferred && e.has_deferred()) {
+    if (take_deferred && !signals.raised() && e.has_deferred()) {
       const GilHeld gil;
       take_deferred();
     }

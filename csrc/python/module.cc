@@ -12,6 +12,7 @@
 #include "python/server.h"
 #include "python/snapshot.h"
 #include "python/step_gate.h"
+#include "python/thread_frames.h"
 
 NB_MODULE(_core, m) {
   m.doc() = "Telegrad's native core.";
@@ -26,5 +27,6 @@ NB_MODULE(_core, m) {
   telegrad::python::init_graph_walk(m);
   telegrad::python::init_step_gate(m);
   telegrad::python::init_callbacks(m);
+  telegrad::python::init_thread_frames(m);
   telegrad::codec::init_codec(m);
 }

@@ -262,15 +262,20 @@ CASE(a_fork_keeps_tensors_as_they_were) {
 }
 
 CASE(a_fork_after_the_end_of_the_link_keeps_tensors) {
-  BlockPtr kept;
+  std::vector<BlockPtr> kept;  // in one chunk
   {
     Pair p;
-    p.warm_up(kMiB);
-    CHECK(p.pass(std::string(kMiB, 'a')));
-    kept = std::move(p.inbox.messages[0].segments[0]);
+    p.warm_up(2 * kMiB);
+    for (int i = 0; i < 2; ++i) {
+      CHECK(p.pass(std::string(kMiB, 'a')));
+      kept.push_back(std::move(p.inbox.messages.back().segments[0]));
+    }
   }
-  CHECK(in_a_fork([&] { return static_cast<char>(kept->data()[kMiB - 1]) == 'a'; },
-                  [&] { std::memset(kept->data(), 'b', kMiB); }));
+  const auto last = [&](int i) { return static_cast<char>(kept[i]->data()[kMiB - 1]); };
+  CHECK(in_a_fork([&] { return last(0) == 'a' && last(1) == 'a'; },
+                  [&] {
+                    for (const BlockPtr& one : kept) std::memset(one->data(), 'b', kMiB);
+                  }));
 }
 
 CASE(parent_and_child_have_separate_copies_of_leased_memory) {

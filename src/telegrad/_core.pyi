@@ -1,6 +1,7 @@
 """Telegrad's native core."""
 
 from collections.abc import Callable, Sequence
+import types
 from typing import Any, Final
 
 
@@ -668,6 +669,14 @@ def shielded(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     If the interpreter finalizes while a daemon thread runs it, that thread blocks forever: torch's C++
     frames would not survive that Python unwinds the thread's stack.
+    """
+
+def thread_frames() -> dict[int, types.FrameType]:
+    """
+    Return the innermost frame of each thread, by the thread's identifier.
+
+    Safe while the threads run, unlike `sys._current_frames` and `f_back` on Python 3.11. The frames keep the
+    arguments of their functions alive.
     """
 
 class Buffer:

@@ -1,6 +1,5 @@
 """Contexts and threads of user hooks in backward passes."""
 
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from telegrad import autograd, rpc
+from telegrad import _core, autograd, rpc
 from telegrad.autograd import ddp
 from telegrad.autograd.context import Context
 from telegrad.autograd.execution import leaves
@@ -91,7 +90,7 @@ def test_hooks_run_in_no_unrelated_call(four: Cluster) -> None:
 
 
 def is_in(thread: threading.Thread, code: Any) -> bool:
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = _core.thread_frames().get(thread.ident or 0)
     while frame is not None:
         if frame.f_code is code:
             return True

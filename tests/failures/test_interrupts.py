@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from telegrad import autograd, rpc
+from telegrad import _core, autograd, rpc
 from telegrad.group.store_waits import within
 from telegrad.testing import Gate, assert_quiescent, cluster, eventually
 from telegrad.waits import wait_for
@@ -24,7 +26,7 @@ TIMEOUT = 20.0  # s
 
 def codes(thread: int) -> list[CodeType]:
     """Return the code of a thread's frames, the innermost first."""
-    frame: FrameType | None = sys._current_frames()[thread]
+    frame: FrameType | None = _core.thread_frames()[thread]
     found = []
     while frame is not None:
         found.append(frame.f_code)
@@ -179,3 +181,9 @@ def test_a_wait_for_another_worker(wait: Callable[[Gate], object], transport: st
         assert rpc.rpc_sync("w1", abs, (-1,)) == group[1].rpc_sync("w0", abs, (-1,)) == 1
         for worker in group:
             assert_quiescent(worker)
+
+
+def test_a_call_that_waits_for_the_window_while_completions_are_deferred() -> None:
+    command = [sys.executable, str(Path(__file__).with_name("interrupted_program.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout) == (0, "interrupted 30\n"), done.stderr

@@ -1,7 +1,6 @@
 """`wait_all`: the waiting thread decodes the completions of many calls."""
 
 import asyncio
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from waiting_helpers import call, echo, held, unpickled, wait_until_in_core, wait_until_in_wait_all
 
-from telegrad import rpc
+from telegrad import _core, rpc
 from telegrad.testing import Cluster, Gate, Local, eventually, run_all
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.filterwarnings("error")]
@@ -158,7 +157,7 @@ def test_a_future_that_another_thread_waits_for(in_thread: Any) -> None:
     waited_for = held(gate, "waited for")
     result: list[Any] = []
     thread = in_thread(lambda: result.append(waited_for.wait()))
-    eventually(lambda: thread.ident in sys._current_frames())
+    eventually(lambda: thread.ident in _core.thread_frames())
     gate.open()
     assert rpc.wait_all([call(echo, 1), waited_for]) == [1, "waited for"]
     thread.join(10)

@@ -1,11 +1,10 @@
 """Helpers for tests of `wait_all`: calls held by a gate, and waiting threads."""
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from telegrad import rpc
+from telegrad import _core, rpc
 from telegrad.testing import Gate, Local, eventually
 from telegrad.worker.calls import wait_all
 
@@ -53,7 +52,7 @@ def wait_until_in_core(thread: threading.Thread) -> None:
     """Wait until the thread waits inside the core."""
 
     def collects() -> bool:
-        frame = sys._current_frames().get(thread.ident or 0)
+        frame = _core.thread_frames().get(thread.ident or 0)
         return frame is not None and frame.f_code is wait_all._collect.__code__
 
     eventually(collects)
@@ -63,7 +62,7 @@ def wait_until_in_wait_all(thread: threading.Thread) -> None:
     """Wait until the thread is inside `wait_all`."""
 
     def waits() -> bool:
-        frame = sys._current_frames().get(thread.ident or 0)
+        frame = _core.thread_frames().get(thread.ident or 0)
         while frame is not None and frame.f_code is not wait_all._wait_all.__code__:
             frame = frame.f_back
         return frame is not None

@@ -6,13 +6,14 @@ started, and may continue.
 """
 
 import itertools
-import sys
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
+
+from telegrad import _core
 
 __all__ = ["Gate", "Local", "eventually", "run_all"]
 
@@ -58,7 +59,7 @@ def stacks() -> str:
     """Return the stacks of all threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
-    for ident, frame in sys._current_frames().items():
+    for ident, frame in _core.thread_frames().items():
         parts.append(f"--- thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}")
     return "".join(parts)
 

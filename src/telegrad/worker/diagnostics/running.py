@@ -5,7 +5,6 @@ request; the engine has the caller, and the time at which the thread took it. So
 these snapshots. A coroutine has the scope of its request, too, and `Deferred` the rest.
 """
 
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -93,7 +92,7 @@ class RunningHandlers:
 
     def snapshot(self) -> list[RunningRequest]:
         """Return the running requests, oldest first."""
-        frames = sys._current_frames()
+        frames = _core.thread_frames()
         found = [*self._of_threads(frames), *self._of_coroutines(frames)]
         del frames  # a frame keeps the arguments of its function
         return sorted(found, key=lambda request: -request.age)
