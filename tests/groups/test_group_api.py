@@ -447,20 +447,3 @@ def test_worker_goes_on_without_the_store(caplog: pytest.LogCaptureFixture) -> N
     assert workers[0].rpc_sync("w1", abs, (-1,)) == 1
     for worker in workers:
         worker.shutdown(timeout=LONG)
-
-
-def test_a_suspect_is_checked_again_after_an_error_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    with cluster(2, Options(member_lease=1.0), dynamic=True, graceful=False) as group:
-        service = group[0]._worker.membership
-        assert service is not None
-        check, checked = type(service)._check, list[int]()
-
-        def fails_once(self: Any, peer: int, *args: Any) -> None:
-            checked.append(peer)
-            if len(checked) == 1:
-                raise RuntimeError("the store is silent")
-            check(self, peer, *args)
-
-        monkeypatch.setattr(type(service), "_check", fails_once)
-        service.suspect(1, group[1]._worker.incarnation, "no route", False)
-        eventually(lambda: checked == [1, 1])

@@ -222,3 +222,20 @@ def test_the_host_of_the_store_holds_the_gil(tmp_path: Path) -> None:
             group[1].do(hold_the_gil, 1.0)  # for some renewals of the others
         assert [actor.do(fenced) for actor in group] == ["", "", ""]
         assert all("out of its group" not in actor.stderr() for actor in group)
+
+
+def test_a_suspect_is_checked_again_after_an_error_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(2, Options(member_lease=1.0), dynamic=True, graceful=False) as group:
+        service = group[0]._worker.membership
+        assert service is not None
+        check, checked = type(service)._check, list[int]()
+
+        def fails_once(self: Any, peer: int, *args: Any) -> None:
+            checked.append(peer)
+            if len(checked) == 1:
+                raise RuntimeError("the store is silent")
+            check(self, peer, *args)
+
+        monkeypatch.setattr(type(service), "_check", fails_once)
+        service.suspect(1, group[1]._worker.incarnation, "no route", False)
+        eventually(lambda: checked == [1, 1])

@@ -1,5 +1,6 @@
 """Gradients of an owner's parameters: of an autograd context, or their `.grad`."""
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -98,6 +99,20 @@ def unscale(gradients: Iterable[Tensor], inverse: float) -> bool:
             factor = torch.full((), inverse, dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(values_of_kind, found[-1], factor)
     return any(one.item() for one in found)
+
+
+class Versions:
+    """Gradients as they are now, without keeping them alive."""
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        self._found = [(weakref.ref(one), one._version) for one in gradients]
+
+    def matches(self, gradients: Sequence[Tensor]) -> bool:
+        """Return whether these are the same tensors, and unchanged."""
+        return len(gradients) == len(self._found) and all(
+            known() is one and version == one._version
+            for one, (known, version) in zip(gradients, self._found, strict=True)
+        )
 
 
 def _values(gradient: Tensor) -> Tensor:

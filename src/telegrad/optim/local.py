@@ -24,7 +24,7 @@ from telegrad.autograd.consistency import saved_tensors
 from telegrad.autograd.consistency.saved_tensors import new_chain, protect
 from telegrad.autograd.consistency.step_gate import StepGate, warn_if_overtaken
 from telegrad.errors import NotInitialized
-from telegrad.optim.gradients import gradients_of
+from telegrad.optim.gradients import Versions, gradients_of
 from telegrad.optim.parameters import ManagedParameter, locked_in_order, managed, sorted_for_locking
 from telegrad.worker.default_worker import current_worker
 from telegrad.worker.scope import current_chain
@@ -68,7 +68,8 @@ class LocalOptimizer:
         _check(self.parameters)
         self._worker = worker
         self._last_add: tuple[str, int, list[Tensor]] = "", 0, []  # attempt; groups and parameters before it
-        self.unscaled: tuple[str, int | None, bool] | None = None  # attempt, context and result of the last `unscale`
+        # Attempt and context, gradients, and result of the last `unscale`.
+        self.unscaled: tuple[tuple[str, int | None], Versions, bool] | None = None
         self._undone: set[str] = set()  # attempts that were undone before they arrived
         self._shadow_of: dict[int, Tensor] = {id(parameter): _shadow(parameter) for parameter in self.parameters}
         given: list[object] = []

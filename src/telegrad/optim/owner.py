@@ -167,7 +167,6 @@ def zero_grad(created_on: int, local_id: int, set_to_none: bool) -> None:
     local, timeout = _part(created_on, local_id)
     with local.exclusive(timeout):
         gradients.zero(local.parameters, set_to_none)
-        local.unscaled = None
 
 
 def accumulate(created_on: int, local_id: int, context_id: int) -> None:
@@ -223,15 +222,17 @@ def _norms(
 def unscale(created_on: int, local_id: int, context_id: int | None, inverse: float, attempt: str) -> bool:
     """Multiply a part's gradients; return whether one was infinite or not a number.
 
-    An attempt that failed on another owner is repeated: then the gradients are not multiplied again.
+    An attempt that failed on another owner is repeated: then gradients that have not changed since are left.
     """
     local, timeout = _part(created_on, local_id)
     with local.exclusive(timeout):
-        if local.unscaled is None or local.unscaled[:2] != (attempt, context_id):
-            found = local.gradients(context_id)
-            infinite = gradients.unscale([found[one] for one in local.parameters if one in found], inverse)
-            local.unscaled = attempt, context_id, infinite
-        return local.unscaled[2]
+        found = local.gradients(context_id)
+        mine = [found[one] for one in local.parameters if one in found]
+        key, last = (attempt, context_id), local.unscaled
+        if last is None or last[0] != key or not last[1].matches(mine):
+            infinite = gradients.unscale(mine, inverse)
+            last = local.unscaled = key, gradients.Versions(mine), infinite
+        return last[2]
 
 
 # ---- state
