@@ -1,5 +1,6 @@
 """Groups on real etcd: no process of the group is indispensable."""
 
+import gc
 import itertools
 import signal
 import threading
@@ -130,6 +131,16 @@ def test_etcd_that_does_not_reply() -> None:
     port = free_port()
     with pytest.raises(EtcdGone, match=rf"etcd at 127.0.0.1:{port} did not reply within 0.2 s: .*refused"):
         Worker("w", options=Options(init_method=f"etcd://127.0.0.1:{port}/group", rpc_timeout=0.2))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_client_in_a_reference_cycle_closes_its_connection(etcd: list[Etcd]) -> None:
+    gc.collect()
+    client = EtcdClient([("127.0.0.1", etcd[0].port)], 1.0)
+    client.get("any")
+    client.itself = client  # type: ignore[attr-defined]
+    del client
+    gc.collect()  # pytest fails a test with a warning that cannot be raised
 
 
 def test_next_endpoint_is_used(etcd: list[Etcd]) -> None:

@@ -12,6 +12,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -53,7 +54,9 @@ class EtcdClient:
         self.timeout = timeout
         self._at = 0  # index of the endpoint in use
         self._lock = threading.Lock()
-        self._connection: http.client.HTTPConnection | None = None
+        self._open: list[http.client.HTTPConnection] = []  # at most one
+        # Also closes it if a reference cycle kept the client alive, as that of an exception and its traceback.
+        weakref.finalize(self, _close_all, self._open)
 
     @property
     def place(self) -> str:
@@ -75,7 +78,7 @@ class EtcdClient:
                         return self._send(path, body, min(_REQUEST_TIMEOUT, max(until - time.monotonic(), 0.05)))
                     except (OSError, http.client.HTTPException, ValueError) as e:
                         last = str(e) or type(e).__name__
-                        self._drop()
+                        _close_all(self._open)
                         self._at = (self._at + 1) % len(self.endpoints)
                 if time.monotonic() >= until:
                     raise EtcdGone(
@@ -85,27 +88,23 @@ class EtcdClient:
                 time.sleep(_PAUSE)
 
     def _send(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
-        if self._connection is None:
-            self._connection = http.client.HTTPConnection(*self.endpoints[self._at], timeout=timeout)
-        elif self._connection.sock is not None:
-            self._connection.sock.settimeout(timeout)
-        self._connection.request("POST", f"/v3/{path}", json.dumps(body), {"Content-Type": "application/json"})
-        response = self._connection.getresponse()
+        if not self._open:
+            self._open.append(http.client.HTTPConnection(*self.endpoints[self._at], timeout=timeout))
+        connection = self._open[0]
+        if connection.sock is not None:
+            connection.sock.settimeout(timeout)
+        connection.request("POST", f"/v3/{path}", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
         content = response.read()
         if response.status != http.HTTPStatus.OK:
             raise OSError(f"etcd replied {response.status}: {_reason(content)}")
         found: dict[str, Any] = json.loads(content)
         return found
 
-    def _drop(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-
     def close(self) -> None:
         """Close the connection; a later request opens another."""
         with self._lock:
-            self._drop()
+            _close_all(self._open)
 
     # ---- operations
 
@@ -213,6 +212,11 @@ class _Watch:
         finally:
             self._connection = None
             connection.close()
+
+
+def _close_all(connections: list[http.client.HTTPConnection]) -> None:
+    while connections:
+        connections.pop().close()
 
 
 def _reason(content: bytes) -> str:
