@@ -73,17 +73,19 @@ def test_log_and_counters_of_a_group(where: str, prefix: str) -> None:
     end = group.watch(grown.release)
     assert end is not None
     assert grown.acquire(timeout=TIMEOUT)  # the watch has begun
-    assert group.read(1) == []
+    assert group.read(1) == ([], [])
     assert group.append(1, "first") == "first"
     assert grown.acquire(timeout=TIMEOUT)
     assert group.append(1, "other") == "first"
     assert group.append(2, "second") == "second"
-    assert (group.read(1), group.read(2), group.read(3)) == (["first", "second"], ["second"], [])
+    assert [group.read(epoch)[0] for epoch in (1, 2, 3)] == [["first", "second"], ["second"], []]
+    assert group.read(2, ["none", "log/0000000001"]) == (["second"], [None, "first"])
+    assert group.get_all(["log/0000000002", "none"]) == ["second", None]
     assert (group.get("log/0000000001"), group.get("none")) == ("first", None)
     group.forget(range(1, 2))
-    assert (group.read(1), group.get("log/0000000001")) == ([], None)
+    assert (group.read(1), group.get("log/0000000001")) == (([], []), None)
     assert group.append(4, "after a gap") == "after a gap"
-    assert group.read(2) == ["second"]
+    assert group.read(2)[0] == ["second"]
     assert [group.add("ids", 1), group.add("ids", 1)] == [1, 2]
     assert group.compare_set("key", None, "a") == "a"
     assert group.compare_set("key", None, "b") == "a"

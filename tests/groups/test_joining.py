@@ -333,7 +333,9 @@ def test_checkpoints_shorten_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
         store = log.store
         monkeypatch.setattr(type(store), "append", None)
         original = type(store).read
-        monkeypatch.setattr(type(store), "read", lambda self, epoch: read.append(epoch) or original(self, epoch))
+        monkeypatch.setattr(
+            type(store), "read", lambda self, epoch, *keys: read.append(epoch) or original(self, epoch, *keys)
+        )
         fresh = log_of(group.store)
         assert read == [9]
         assert (fresh.view.members, fresh.view.owners, fresh.view.latest) == (

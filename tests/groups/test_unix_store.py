@@ -18,6 +18,7 @@ from process_helpers import TIMEOUT, Actor, actors, call_many, join, shut_all_do
 from telegrad import rpc
 from telegrad.group import hosting, probing, stores
 from telegrad.group.rendezvous import StoreGone
+from telegrad.group.store_waits import Part, find
 from telegrad.group.unix_store import LocalStore, UnixStoreServer, request_release
 from telegrad.rpc import Options
 from telegrad.testing import eventually
@@ -83,6 +84,18 @@ def test_use_through_torchs_prefix_store(port: int, backing: Any) -> None:
     assert whole.timeout == BLINK
     with pytest.raises(RuntimeError):
         part.wait(["nothing"])
+
+
+def test_values_are_found_without_a_wait_and_missing_keys_remain_missing(port: int, backing: Any) -> None:
+    store = LocalStore("localhost", port, LONG)
+    part = Part("part", store)
+    part.set("empty", "")
+    part.set("bytes", b"\0\xff")
+    wanted = [None, b"", b"\0\xff", None]
+    assert store.find_now(["bytes", "part/empty", "part/bytes", "part/none"]) == wanted
+    assert find(part, ["none", "empty", "bytes", "other"]) == wanted
+    assert find(Part("part", backing), ["none", "empty", "bytes", "other"]) == wanted
+    assert not store.check(["part/none"])
 
 
 @pytest.mark.parametrize("writer", ["over the socket", "directly"])

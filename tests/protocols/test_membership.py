@@ -169,8 +169,7 @@ def check_rules(view: GroupView, before: GroupView, events: list[object]) -> Non
 
 def copy(view: GroupView) -> GroupView:
     twin = GroupView()
-    twin.epoch, twin.members = view.epoch, dict(view.members)
-    twin.owners, twin.latest = dict(view.owners), dict(view.latest)
+    twin.restore(view.epoch, view.members.values(), dict(view.owners), dict(view.latest))
     return twin
 
 

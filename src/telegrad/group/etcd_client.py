@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -113,10 +113,17 @@ class EtcdClient:
         found = self.request("kv/range", {"key": b64(key)}).get("kvs")
         return text(found[0].get("value", "")) if found else None
 
-    def range(self, first: str, end: str) -> list[tuple[str, str]]:
-        """Return keys and values of a range, in the order of the keys."""
-        body = {"key": b64(first), "range_end": b64(end), "sort_order": "ASCEND", "sort_target": "KEY"}
-        return [(text(kv["key"]), text(kv.get("value", ""))) for kv in self.request("kv/range", body).get("kvs", [])]
+    def ranges(self, ranges: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+        """Return keys and values of ranges, all at one moment, in the order of the keys.
+
+        Args:
+            ranges: First key of each range, and the key after its last one; "" for the first key alone.
+        """
+        order = {"sort_order": "ASCEND", "sort_target": "KEY"}
+        reads = [{"request_range": {"key": b64(first), "range_end": b64(end), **order}} for first, end in ranges]
+        found = self.request("kv/txn", {"success": reads})["responses"]
+        pairs = [each["response_range"].get("kvs", []) for each in found]
+        return [[(text(kv["key"]), text(kv.get("value", ""))) for kv in kvs] for kvs in pairs]
 
     def put(self, key: str, value: str) -> None:
         """Write a key."""

@@ -134,6 +134,10 @@ class EtcdGroupStore:
     def get(self, key: str) -> str | None:
         return self._client.get(self._prefix + key)
 
+    def get_all(self, keys: Sequence[str]) -> list[str | None]:
+        found = self._client.ranges([(self._prefix + key, "") for key in keys])
+        return [values[0][1] if values else None for values in found]
+
     def set(self, key: str, value: str) -> None:
         self._client.put(self._prefix + key, value)
 
@@ -157,9 +161,11 @@ class EtcdGroupStore:
         assert found is not None
         return found
 
-    def read(self, epoch: int) -> list[str]:
-        found = self._client.range(self._log(epoch), f"{self._prefix}log0")
-        return [value for at, (key, value) in enumerate(found) if key == self._log(epoch + at)]  # up to a gap
+    def read(self, epoch: int, keys: Sequence[str] = ()) -> tuple[list[str], list[str | None]]:
+        log = self._log(epoch), f"{self._prefix}log0"
+        entries, *others = self._client.ranges([log, *((self._prefix + key, "") for key in keys)])
+        up_to_a_gap = [value for at, (key, value) in enumerate(entries) if key == self._log(epoch + at)]
+        return up_to_a_gap, [values[0][1] if values else None for values in others]
 
     def forget(self, epochs: range) -> None:
         self._client.delete(self._log(epochs.start), self._log(epochs.stop))

@@ -6,20 +6,19 @@ default (`C10dStore`). `telegrad.group.etcd_store` has the implementation on etc
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from telegrad.group.probing import probe
-from telegrad.group.store_waits import Part, Store, StoreGone, base_of, within
+from telegrad.group.store_waits import Part, Store, StoreGone, base_of, find, whole_of, within
 
 __all__ = ["C10dStore", "GroupStore", "group_store_of", "outlives_groups"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
 _LOG = "log/{:010}"
-_NO_VALUE = b"\0no value"  # returned for a missing key, as the expected value
 
 T = TypeVar("T")
 
@@ -34,6 +33,9 @@ class GroupStore(Protocol):
 
     def get(self, key: str) -> str | None:
         """Return the value of a key, or None."""
+
+    def get_all(self, keys: Sequence[str]) -> list[str | None]:
+        """Return the values of keys, read in this order, with None for a missing key."""
 
     def set(self, key: str, value: str) -> None:
         """Write the value of a key."""
@@ -57,8 +59,8 @@ class GroupStore(Protocol):
     def append(self, epoch: int, entry: str) -> str:
         """Write the entry of an epoch unless it has one; return the entry that it has."""
 
-    def read(self, epoch: int) -> list[str]:
-        """Return the entries of the log from an epoch on."""
+    def read(self, epoch: int, keys: Sequence[str] = ()) -> tuple[list[str], list[str | None]]:
+        """Return the entries of the log from an epoch on, and then values of keys."""
 
     def forget(self, epochs: range) -> None:
         """Delete the entries of some epochs, if the store can."""
@@ -116,9 +118,10 @@ class C10dStore:
             raise
 
     def get(self, key: str) -> str | None:
-        # One request, and no wait for a missing key: a comparison that fails returns the value that is there.
-        found = bytes(self._use(lambda store: store.compare_set(key, _NO_VALUE, _NO_VALUE)))
-        return None if found == _NO_VALUE else _text(found)
+        return self.get_all([key])[0]
+
+    def get_all(self, keys: Sequence[str]) -> list[str | None]:
+        return [None if found is None else _text(found) for found in self._use(lambda store: find(store, keys))]
 
     def set(self, key: str, value: str) -> None:
         self._use(lambda store: store.set(key, value))
@@ -135,11 +138,13 @@ class C10dStore:
     def append(self, epoch: int, entry: str) -> str:
         return _text(self._use(lambda store: store.compare_set(_LOG.format(epoch), "", entry)))
 
-    def read(self, epoch: int) -> list[str]:
+    def read(self, epoch: int, keys: Sequence[str] = ()) -> tuple[list[str], list[str | None]]:
         entries: list[str] = []
-        while (found := self.get(_LOG.format(epoch + len(entries)))) is not None:
-            entries.append(found)
-        return entries
+        while True:
+            entry, *values = self.get_all([_LOG.format(epoch + len(entries)), *keys])
+            if entry is None:
+                return entries, values
+            entries.append(entry)
 
     def forget(self, epochs: range) -> None:
         try:
@@ -181,14 +186,14 @@ def _bytes(value: str) -> bytes:
 
 def group_store_of(store: Store) -> GroupStore:
     """Return the group store on the store of a rendezvous."""
-    whole, prefix = _whole_of(store)
+    whole, prefix = whole_of(store)
     make: Callable[[str], GroupStore] | None = getattr(whole, "make_group_store", None)
     return C10dStore(store) if make is None else make(prefix)
 
 
 def outlives_groups(store: Store) -> bool:
     """Return whether the keys of a store remain when all processes have ended."""
-    return hasattr(_whole_of(store)[0], "make_group_store")
+    return hasattr(whole_of(store)[0], "make_group_store")
 
 
 def _connected_again(store: Store, timeout: float) -> Store | None:
@@ -219,12 +224,3 @@ def _connected_again(store: Store, timeout: float) -> Store | None:
     again = within(timeout, clone)
     again.set_timeout(store.timeout)
     return again
-
-
-def _whole_of(store: Store) -> tuple[Store, str]:
-    """Return the store of which this store is a part, and the prefix of the part."""
-    prefix = ""
-    while isinstance(store, Part):
-        prefix = f"{store.part}/{prefix}"
-        store = store.whole
-    return store, prefix

@@ -27,7 +27,7 @@ from telegrad.protocols.leases import (
 )
 from telegrad.waits import Wait
 
-__all__ = ["Lease", "NotExpired", "Taken", "lease_key", "read_lease", "sealed_lease"]
+__all__ = ["Lease", "NotExpired", "Taken", "lease_key", "read_lease", "sealed_lease", "value_of"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -65,10 +65,11 @@ def read_lease(store: GroupStore, worker_id: int, group: Group | None, incarnati
     Returns:
         The value; None if there is none; `NO_NEWS` if this incarnation has not written it.
     """
-    return _value_of(store.get(lease_key(worker_id)), worker_id, group, incarnation)
+    return value_of(store.get(lease_key(worker_id)), worker_id, incarnation, group)
 
 
-def _value_of(text: str | None, worker_id: int, group: Group | None, incarnation: int | None = None) -> str | None:
+def value_of(text: str | None, worker_id: int, incarnation: int | None, group: Group | None) -> str | None:
+    """Return the value of a lease that was read from the store; see `read_lease`."""
     if text is None:
         return None
     try:
@@ -151,7 +152,7 @@ class Lease:
         return sealed_lease(self._id, value, self._group)
 
     def _read(self, found: str | None) -> str | None:
-        value = _value_of(found, self._id, self._group)
+        value = value_of(found, self._id, None, self._group)
         return NO_NEWS if value is not None and holder_of(value) < self._least else value
 
     def _holder_runs(self, watch: Watch) -> bool:

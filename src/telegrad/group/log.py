@@ -7,6 +7,7 @@ left the group long ago.
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from telegrad.errors import TelegradError
@@ -65,7 +66,7 @@ class GroupLog:
                 self._restore(unsealed(found, self.group))
             elif founders is not None:
                 self.view.found([seat_of(member) for member in founders])
-        self._refresh(strict=True)
+        self._refresh(True, ())
 
     def refresh(self) -> list[Event]:
         """Apply new entries, except those that were not made with the group's secret.
@@ -73,7 +74,11 @@ class GroupLog:
         Raises:
             FellBehind: There are new entries, but the next one exists no more.
         """
-        return self._refresh(strict=False)
+        return self._refresh(False, ())[0]
+
+    def refresh_and_get(self, keys: Sequence[str]) -> tuple[list[Event], list[str | None]]:
+        """Apply new entries as `refresh` does, and return later values of keys."""
+        return self._refresh(False, keys)
 
     def append(self, change: Change) -> tuple[bool, list[Event]]:
         """Write an entry for the next epoch, unless another worker has written one.
@@ -91,7 +96,7 @@ class GroupLog:
             found = self.store.append(epoch, mine)
             if found != mine:
                 return False, self._apply(found, strict=False)
-            if self._deleted() >= epoch:
+            if self._epoch_of(self.store.get(_DELETED)) >= epoch:
                 raise FellBehind
             events = self.view.apply(change)
             if epoch % _INTERVAL == 0:
@@ -120,23 +125,19 @@ class GroupLog:
         except TelegradError:  # another program has written it
             return 0
 
-    def _deleted(self) -> int:
-        """Return the last epoch with an entry that is, or will be, deleted."""
-        return self._epoch_of(self.store.get(_DELETED))
-
     def reconnect(self, timeout: float) -> bool:
         """Connect to the store again after `StoreGone`; see `GroupStore.reconnect`."""
         group = self.group
         assert group is not None
         return self.store.reconnect(timeout, lambda store: rendezvous.is_store_of(store, group))
 
-    def _refresh(self, strict: bool) -> list[Event]:
+    def _refresh(self, strict: bool, keys: Sequence[str]) -> tuple[list[Event], list[str | None]]:
         with self._lock:
-            entries = self.store.read(self.view.epoch + 1)
+            entries, (deleted, *values) = self.store.read(self.view.epoch + 1, [_DELETED, *keys])
             events = [event for entry in entries for event in self._apply(entry, strict)]
-            if self._deleted() > self.view.epoch:
+            if self._epoch_of(deleted) > self.view.epoch:
                 raise FellBehind
-            return events
+            return events, values
 
     def _apply(self, entry: str, strict: bool) -> list[Event]:
         try:
@@ -159,9 +160,7 @@ class GroupLog:
 
     def _restore(self, state: list[Any]) -> None:
         epoch, members, owners, latest = state
-        view = self.view
-        view.epoch, view.owners, view.latest = epoch, dict(owners), dict(latest)
-        view.members = {seat.id: seat for seat in (seat_of(Member(*facts)) for facts in members)}
+        self.view.restore(epoch, [seat_of(Member(*facts)) for facts in members], dict(owners), dict(latest))
 
 
 def has_members(store: Store) -> bool:

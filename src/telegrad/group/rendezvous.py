@@ -94,6 +94,11 @@ def _agreed(store: Store) -> _Agreement | None:
     return _Agreement(**json.loads(store.get(_AGREEMENT))) if store.check([_AGREEMENT]) else None
 
 
+def has_met(store: Store) -> bool:
+    """Return whether the first member of a group has begun to join at this store."""
+    return bool(store.check([_AGREEMENT]))
+
+
 def world_size_of(store: Store) -> int:
     """Return the world size of the first member; 0 for a dynamic group."""
     agreed = _agreed(store)

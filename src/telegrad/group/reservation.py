@@ -89,8 +89,9 @@ class _Newcomer(NamedTuple):
         lease = _lease(log, number, name, self.incarnation, self.timing, 0 if seat is None else seat.incarnation)
         try:
             lease.acquire(self.wait, lambda: f"worker {log.store.get(key) or name} (rank {number})")
-            while (owner := log.store.get(key)) != name:  # it never joined, and has ended
-                log.store.compare_set(key, owner, name)
+            owner = None
+            while (owner := log.store.compare_set(key, owner, name)) != name:
+                pass  # it never joined, and has ended
             if log.view.world_size is None:
                 log.store.set(f"id/{name}", str(number))
         except Taken as e:

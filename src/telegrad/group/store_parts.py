@@ -75,7 +75,7 @@ def prefix_of(store: Store, place: str, world_size: int | None, rank: int) -> It
             raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
         yield DYNAMIC
         return
-    if has_members(dynamic):
+    if rendezvous.has_met(dynamic) and has_members(dynamic):
         raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
     with _numbers.joining(place, world_size, rank) as number:
         yield f"rpc_prefix_{number}"

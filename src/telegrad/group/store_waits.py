@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,8 +19,10 @@ __all__ = [
     "StoreGone",
     "StoreUnresponsive",
     "base_of",
+    "find",
     "place_of",
     "wait_for_keys",
+    "whole_of",
     "within",
 ]
 
@@ -30,6 +32,7 @@ DYNAMIC = "rpc_dynamic"
 StoreGone: type[RuntimeError] = dist.DistNetworkError
 """Error of a store operation after the host is gone."""
 
+_NO_VALUE = b"\0no value"  # returned for a missing key, as the expected value
 _MIN_PAUSE, _MAX_PAUSE = 0.0005, 0.1  # s between two polls of a store
 
 # The wait of these stores blocks signals, and torch logs each wait at a TCPStore that ends.
@@ -145,6 +148,32 @@ def base_of(store: object) -> object:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
+
+
+def whole_of(store: Store) -> tuple[Store, str]:
+    """Return the store of which this store is a part, and the prefix of the part."""
+    prefix = ""
+    while isinstance(store, Part):
+        prefix = f"{store.part}/{prefix}"
+        store = store.whole
+    return store, prefix
+
+
+def find(store: Store, keys: Sequence[str]) -> list[bytes | None]:
+    """Return the values of keys, read in this order, without a wait for missing ones.
+
+    Returns:
+        None for a missing key.
+    """
+    whole, prefix = whole_of(store)
+    find_now: Callable[[Sequence[str]], list[bytes | None]] | None = getattr(whole, "find_now", None)
+    return [_find(store, key) for key in keys] if find_now is None else find_now([prefix + key for key in keys])
+
+
+def _find(store: Store, key: str) -> bytes | None:
+    # One request, and no wait for a missing key: a comparison that fails returns the value that is there.
+    found = bytes(store.compare_set(key, _NO_VALUE, _NO_VALUE))
+    return None if found == _NO_VALUE else found
 
 
 def place_of(store: object) -> str:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from telegrad.group.store_waits import Store
+from telegrad.group.store_waits import Store, find
 
 __all__ = ["LocalStore", "UnixStoreServer", "close_servers", "request_release"]
 
@@ -41,9 +41,10 @@ else:
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_MESSAGE = 1 << 28  # bytes of a message
-_HELLO = b"telegrad store 4"
+_HELLO = b"telegrad store 5"
 _OK, _FAILED = 0, 1
-_SET, _GET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _RELEASE_PORT, _DELETE = range(8)
+_SET, _GET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _RELEASE_PORT, _DELETE, _FIND = range(9)
+_MISSING, _FOUND = b"0", b"1"  # first byte of a value that `_FIND` returns
 # Interval of checks for keys written by workers of other hosts. It grows while none arrives.
 _MIN_PAUSE, _MAX_PAUSE = 0.002, 0.05  # s
 _TIMEOUT = 1.0  # s for a reply to a request for the port
@@ -82,6 +83,7 @@ class _ClientSession:
         self.link = link
         self.received = bytearray()
         self.unsent = b""
+        self.blocked = False  # waits for room for the rest of a reply
         self.missing: set[str] = set()  # the keys for which it waits
         self.wanted: list[str] = []  # the keys whose values it reads
 
@@ -268,7 +270,7 @@ class UnixStoreServer:
         """Return the reply, or None if it has to wait, and the written keys."""
         store = self._store
         assert store is not None
-        keys = [field.decode() for field in (fields if kind in (_GET, _CHECK, _WAIT) else fields[:1])]
+        keys = [field.decode() for field in (fields if kind in (_GET, _CHECK, _WAIT, _FIND) else fields[:1])]
         if kind == _SET:
             store.set(keys[0], fields[1])
             return _message(_OK, []), keys
@@ -276,6 +278,9 @@ class UnixStoreServer:
             return _message(_OK, [store.compare_set(keys[0], *fields[1:3])]), keys
         if kind == _ADD:
             return _message(_OK, [b"%d" % store.add(keys[0], int(fields[1]))]), keys
+        if kind == _FIND:
+            values = find(store, keys)
+            return _message(_OK, [_MISSING if value is None else _FOUND + value for value in values]), ()
         if kind == _DELETE:
             return _message(_OK, [b"1" if store.delete_key(keys[0]) else b""]), ()
         if kind == _RELEASE_PORT:
@@ -328,9 +333,11 @@ class UnixStoreServer:
         except OSError:
             self._close_session(selector, session)
             return
+        was_blocked, session.blocked = session.blocked, sent < len(session.unsent)
         session.unsent = session.unsent[sent:]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if session.unsent else 0)
-        selector.modify(session.link, events, session)
+        if session.blocked != was_blocked:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if session.blocked else 0)
+            selector.modify(session.link, events, session)
 
     def _close_session(self, selector: selectors.BaseSelector, session: _ClientSession) -> None:
         self._sessions.discard(session)
@@ -414,6 +421,11 @@ class LocalStore(_Store):
     def add(self, key: str, number: int) -> int:
         return int(self._request(_ADD, key.encode(), b"%d" % number)[0])
 
+    def find_now(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return the values of keys, read in this order, with None for a missing key."""
+        answer = self._request(_FIND, *(key.encode() for key in keys))
+        return [value[1:] if value[:1] == _FOUND else None for value in answer]
+
     def delete_key(self, key: str) -> bool:
         return bool(self._request(_DELETE, key.encode())[0])
 
@@ -437,18 +449,21 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _receive(link: socket.socket) -> bytes:
-    """Return the next message. The socket's timeout applies to all of it."""
+    """Return the next message; the socket's timeout applies to all of it.
+
+    The peer sends no other message until it is asked.
+    """
     timeout = link.gettimeout()
     until = None if timeout is None else time.monotonic() + timeout
     received = bytearray()
     wanted = _LENGTH.size
     while len(received) < wanted:
-        if until is not None:
+        if received and until is not None:
             link.settimeout(max(until - time.monotonic(), 1e-3))
-        more = link.recv(min(1 << 16, wanted - len(received)))
+        more = link.recv(1 << 16)
         if not more:
             raise ConnectionResetError("the connection was closed")
         received += more
-        if wanted == _LENGTH.size == len(received):
-            wanted += _LENGTH.unpack(received)[0]
+        if wanted == _LENGTH.size <= len(received):
+            wanted += _LENGTH.unpack_from(received)[0]
     return bytes(received[_LENGTH.size :])

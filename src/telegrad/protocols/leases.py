@@ -29,6 +29,8 @@ __all__ = [
 T = TypeVar("T")
 
 Key = tuple[int, int]  # id and incarnation of a member
+_RENEWALS = 8  # within the lifetime of a lease: several may be late before it expires
+_OBSERVATIONS = 4  # of the leases of others within that time, and of the log
 _NEIGHBORS = 2  # leases that a member observes: if both members fail at once, other observers remain for one
 
 _RELEASED = "released"  # instead of the process
@@ -96,8 +98,13 @@ class Timing(NamedTuple):
 
     @property
     def renewal(self) -> float:
-        """Seconds between two renewals: several may be late before the lease expires."""
-        return self.lifetime / 8
+        """Seconds between two renewals."""
+        return self.lifetime / _RENEWALS
+
+    @property
+    def observation(self) -> float:
+        """Seconds between two observations of other leases."""
+        return self.lifetime / _OBSERVATIONS
 
     @property
     def patience(self) -> float:
@@ -139,7 +146,7 @@ class Watch:
 
     def observe(self, now: float, value: str | None) -> None:
         """Note the current value of the lease."""
-        if now - self._observed > self._own.renewal + self.timing.renewal:
+        if now - self._observed > self._own.observation + self.timing.renewal:
             self.begun = self.changed = now
         self._observed = now
         if value not in (self.value, NO_NEWS) and not self._is_old(value):

@@ -14,6 +14,7 @@ cannot report whether the previous incarnation of a name is alive: the lease of 
 """
 
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -118,10 +119,25 @@ class GroupView:
         self.members: dict[int, Member] = {}
         self.owners: dict[int, str] = {}  # id -> name; an id is never used for another name
         self.latest: dict[str, int] = {}  # name -> its newest incarnation, also after its end
+        self._ids: dict[str, int] = {}  # name -> its last id, also after its end
+
+    def restore(self, epoch: int, members: Iterable[Member], owners: dict[int, str], latest: dict[str, int]) -> None:
+        """Take the state of a checkpoint.
+
+        Args:
+            epoch: Its epoch.
+            members: The members at that time.
+            owners: Names by id.
+            latest: Newest incarnations by name.
+        """
+        self.epoch, self.owners, self.latest = epoch, owners, latest
+        self.members = {member.id: member for member in members}
+        self._ids = {member.name: member.id for member in self.members.values()}
 
     def by_name(self, name: str) -> Member | None:
         """Return the member with a name, or None."""
-        return next((member for member in self.members.values() if member.name == name), None)
+        member = self.members.get(self._ids.get(name, -1))
+        return member if member is not None and member.name == name else None
 
     def has(self, number: int, incarnation: int) -> bool:
         """Return whether this incarnation of a worker is in the group."""
@@ -159,12 +175,16 @@ class GroupView:
             self.check(join)
         except MembershipError:
             return []
+        return self._add(member)
+
+    def _add(self, member: Member) -> list[Event]:
         events: list[Event] = []
         before = self.by_name(member.name)
         if before is not None:
             del self.members[before.id]
             events.append(Lost(before, f"a new process has taken the name {member.name}"))
         self.members[member.id] = member
+        self._ids[member.name] = member.id
         self.owners[member.id] = member.name
         self.latest[member.name] = member.incarnation
         events.append(Joined(member))
@@ -217,4 +237,4 @@ class GroupView:
                     f"RPC worker name {member.name} is not unique. Workers {first} and {second} share the same name."
                 )
             self.check(Join(member, self.world_size))
-            self._join(Join(member, self.world_size))
+            self._add(member)

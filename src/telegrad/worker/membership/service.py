@@ -13,8 +13,7 @@ next two members, in the order of their ids, of those after them while these are
 connection to.
 
 If the connection to the store is lost, the service connects again (`StoreOutage`). A worker that the group has removed
-in the meantime finds that in the log. A silent store blocks only the thread of the service: other threads have it read
-the log, and wait for a limited time.
+in the meantime finds that in the log. A silent store blocks only the service's thread; others wait for a limited time.
 
 A worker that notifies others of a new entry sends MEMBERSHIP, with the epoch and a phase. No handler takes part: the
 receiver's service reads the log and replies.
@@ -24,12 +23,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from telegrad.errors import NotInitialized
-from telegrad.group.lease import Lease, read_lease
+from telegrad.group.lease import Lease, lease_key, value_of
 from telegrad.group.log import FellBehind, GroupLog
 from telegrad.group.process_identity import GONE, RUNNING, STOPPED, UNKNOWN, fate_of
 from telegrad.group.records import Member
@@ -101,11 +100,13 @@ class MembershipService:
         self._suspects: deque[tuple[int, int, str, bool]] = deque()
         self._checked: dict[tuple[int, int], str] = {}  # suspects with observed leases, and what raised suspicion
         self._watches: dict[tuple[int, int], Watch] = {}  # by id and incarnation
+        self._observation: float = 0.0  # when the next observation is due
         self._dialed: dict[tuple[int, int], float] = {}  # members with an expired lease, and since when they are dialed
         self._refreshes: deque[threading.Event] = deque()  # threads that wait for the log to be read
         self._askers: deque[tuple[int, int]] = deque()  # peers that wait for this worker to apply an epoch
         self._unapplied: set[int] = set()  # peers that have not confirmed the epoch of `announce`
         self._applied = threading.Event()
+        self._stop_watch: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name=f"telegrad-{worker.info.name}-membership", daemon=True)
 
     def start(self) -> None:
@@ -233,8 +234,6 @@ class MembershipService:
         if self._thread is not threading.current_thread() and self._thread.is_alive():
             self._thread.join(_STOP_TIMEOUT)
 
-    _stop_watch: Callable[[], None] | None = None
-
     # ---- the thread
 
     def _run(self) -> None:
@@ -253,8 +252,9 @@ class MembershipService:
                     return
                 if is_due:
                     self.renewed = now
-                if self._is_member:
-                    self._check_members(is_due)
+                observes = is_due and (now >= self._observation or not self._checked.keys() <= self._watches.keys())
+                if self._is_member and (observes or not is_due):
+                    self._check_members(observes)
                 self._reply()
                 if is_due:
                     self._outage.end()
@@ -280,25 +280,30 @@ class MembershipService:
             except RuntimeError as e:
                 logger.debug("worker %s could not release its lease: %s", self._worker.info.name, e)
 
-    def _read_log(self) -> None:
+    def _read_log(self, keys: Sequence[str] = ()) -> list[str | None]:
+        """Apply new entries of the log, and return later values of keys of the store."""
         with self._changing:
-            if self._is_member:
-                self._apply(self.log.refresh())
+            if not self._is_member:
+                return [None] * len(keys)
+            events, values = self.log.refresh_and_get(keys)
+            self._apply(events)
+            return values
 
     def _end_refreshes(self) -> None:
         while self._refreshes:
             self._refreshes.popleft().set()
 
-    def _refresh(self) -> None:
+    def _refresh(self, keys: Sequence[str] = ()) -> list[str | None]:
         asked = [self._refreshes.popleft() for _ in range(len(self._refreshes))]
         try:
-            self._read_log()
+            return self._read_log(keys)
         finally:
             for done in asked:
                 done.set()
 
-    def _check_members(self, is_due: bool) -> None:
-        self._refresh()
+    def _check_members(self, observes: bool) -> None:
+        observed = self._to_observe() if observes else []
+        leases = self._refresh([lease_key(number) for number, _ in observed])
         while self._suspects:
             suspect = self._suspects.popleft()
             try:
@@ -308,8 +313,8 @@ class MembershipService:
                 raise
             if self._refreshes:
                 self._refresh()
-        if is_due:
-            self._observe()
+        if observes:
+            self._observe(dict(zip(observed, leases, strict=True)))
 
     def _reply(self) -> None:
         """Confirm to the peers that have asked that their entries are applied.
@@ -335,20 +340,29 @@ class MembershipService:
         else:
             self._checked[peer, incarnation] = why
 
-    def _observe(self) -> None:
-        """Observe the leases of the neighbors and of suspects."""
-        view, now = self.log.view, time.monotonic()
-        me = self._worker.info.id
+    def _to_observe(self) -> list[tuple[int, int]]:
+        """Return the members whose leases are observed now: neighbors and suspects."""
+        view, me = self.log.view, self._worker.info.id
         others = sorted(view.members.keys() - {me}, key=lambda number: (number < me, number))  # the next one is first
-        observed = to_observe([(number, view.members[number].incarnation) for number in others], self._watches, now)
-        observed |= {key for key in self._checked if view.has(*key)}
-        self._checked = {key: why for key, why in self._checked.items() if key in observed}
+        seats = [(number, view.members[number].incarnation) for number in others]
+        suspects = {key for key in self._checked if view.has(*key)}
+        return sorted(to_observe(seats, self._watches, time.monotonic()) | suspects)
+
+    def _observe(self, observed: Mapping[tuple[int, int], str | None]) -> None:
+        """Judge members by their leases.
+
+        Args:
+            observed: The values of the leases, as in the store.
+        """
+        view, now = self.log.view, time.monotonic()
+        self._observation = now + self.timing.observation - self.timing.renewal / 2  # with the nearest renewal
+        self._checked = {key: why for key, why in self._checked.items() if view.has(*key)}
         self._watches = {key: watch for key, watch in self._watches.items() if key in observed}
         self._dialed = {key: since for key, since in self._dialed.items() if key in observed}
-        for key in sorted(observed):
+        for key, text in observed.items():
             if not view.has(*key):  # an entry of this loop, or of another worker
                 continue
-            value = read_lease(self.log.store, key[0], self.log.group, key[1])
+            value = value_of(text, *key, self.log.group)
             watch = self._watches.get(key)
             if watch is None:
                 watch = self._watches[key] = Watch(self.timing, now, value)
@@ -363,14 +377,10 @@ class MembershipService:
                 self._end(Lose(*key, f"{silence} ({why})" if why else silence))
 
     def _is_known_to_live(self, key: tuple[int, int], silence: float) -> bool:
-        """Return whether a member lives although its lease has expired.
+        """Return whether a member lives, silence seconds after its last renewal.
 
         A process may hold the GIL for long, or lack the connection to the store. Of another host, the core's failure
         detector knows whether it answers.
-
-        Args:
-            key: Id and incarnation of the member.
-            silence: Seconds since it renewed its lease.
         """
         fate = fate_of(self._record(key[0]).process)
         interval = self._worker.options.local_heartbeat
