@@ -12,6 +12,7 @@ from random_programs import Program, RunResult, Transfer, compare
 from simulated_group import Group
 from torch import Tensor
 
+from telegrad.autograd.execution import torch_engine
 from telegrad.autograd.graph.local_graph import LocalGraph
 from telegrad.autograd.passes.backward_pass import BackwardPass
 from telegrad.autograd.plain.records import PlainContext
@@ -60,6 +61,14 @@ def agree(seed: int) -> Group:
     return group
 
 
+@pytest.fixture(params=["", "through torch's wrapper"])
+def wrapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine calls of a machine without devices, and those of one with devices."""
+    if request.param:
+        monkeypatch.setattr(torch_engine, "_can_skip_wrapper", False)
+
+
+@pytest.mark.usefixtures("wrapped")
 @pytest.mark.parametrize("first", range(0, 120, CHUNK))
 def test_random_programs(first: int) -> None:
     for seed in range(first, first + CHUNK):

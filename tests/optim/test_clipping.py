@@ -391,7 +391,7 @@ def scaled_steps(scaler: GradScaler, device: str, owners: tuple[str, ...] = ("w1
     seen: list[Any] = []
     for number in range(3):
         with autograd.context() as context_id:
-            loss = model.loss(torch.ones(2, 4, device=device)) * (float("inf") if number == 1 else 1.0)
+            loss = model.loss(torch.ones(2, 4)).to(device) * (float("inf") if number == 1 else 1.0)
             autograd.backward(context_id, [scaler.scale(loss)])
             scaler.unscale_(optimizer, context_id)
             clip_grad_norm_(optimizer, 1.0, context_id=context_id)

@@ -65,7 +65,7 @@ def test_a_submodule_while_another_thread_imports_its_package(package: str, impo
     assert events.entered.wait(30)
     second = run(lambda: importing(package)())
     blocked: Any = importlib._bootstrap._blocking_on  # type: ignore[attr-defined]
-    eventually(lambda: second.ident in blocked)
+    eventually(lambda: bool(blocked.get(second.ident)))
     events.opened.set()
     first.join()
     second.join()

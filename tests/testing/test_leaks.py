@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.testing import Cluster, Gate, LeakError, ResourceSnapshot, assert_quiescent, cluster
+from telegrad.testing import Cluster, Gate, LeakError, ResourceSnapshot, assert_quiescent, cluster, leaks
 from telegrad.worker import worker as worker_module
 
 SHORT = 0.05  # s, that a leak may take to go, since it will not
@@ -165,6 +165,20 @@ def test_descriptors_are_named(before: ResourceSnapshot, tmp_path: Path) -> None
     assert grown(before) == "descriptors " + ", ".join(f"{fd} ({os.readlink(f'/proc/self/fd/{fd}')})" for fd in fds)
     before.assert_not_grown(0.0, fds=False)
     for fd in fds:
+        os.close(fd)
+
+
+def test_descriptors_of_cuda_do_not_count(before: ResourceSnapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first use of CUDA opens files of its driver, with eventfds and pipes."""
+    ends = [*os.pipe(), os.eventfd(0), os.open("/dev/null", os.O_RDONLY)]
+    assert grown(before).startswith("descriptors ")
+    real = os.readlink
+    as_driver = {str(leaks._FD_FOLDER / str(ends[-1])): "/dev/nvidia0"}
+    monkeypatch.setattr(os, "readlink", lambda path: as_driver.get(str(path)) or real(path))
+    before.assert_not_grown(0.0)
+    ends.append(os.open("/dev/null", os.O_RDONLY))
+    assert grown(before) == f"descriptors {ends[-1]} (/dev/null)"
+    for fd in ends:
         os.close(fd)
 
 

@@ -377,12 +377,8 @@ class StageRunner:
                 recvs = [GradientEdge(node, 0) for node in nodes]
                 inputs: list[Entry] = [call.leaf, *stage.complete_leaves, *recvs]
                 with grads_detached(stage.complete_leaves, partial(add_to_context, self._context)):
-                    torch.autograd.backward(
-                        [call.leaf, *outputs],  # type: ignore[arg-type]  # torch accepts a mixture
-                        [call.gradient, *grads],
-                        retain_graph=self.retain_graph,
-                        inputs=inputs,  # type: ignore[arg-type]
-                    )
+                    roots, given = (call.leaf, *outputs), (call.gradient, *grads)
+                    accumulate_in_engine(roots, given, tuple(inputs), self.retain_graph)
             for node in stage.outer:
                 add_outer(self._context, node, call.captured[node] or ())
             tensors: list[Tensor | None] = []

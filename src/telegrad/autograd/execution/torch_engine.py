@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 __all__ = ["accumulate_in_engine", "run_engine", "takes_local_call"]
 
-_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_engine: Any = torch.autograd.graph._engine_run_backward
 _bare_engine: Any = getattr(Variable, "_execution_engine", None)
 _log: Any = getattr(torch.autograd.graph, "log", None)
 
@@ -59,21 +59,7 @@ def accumulate_in_engine(
         inputs: The nodes and leaves to run; empty for all that the roots lead to.
         retain_graph: Whether torch keeps the graph.
     """
-    if _can_skip_wrapper and not _log.isEnabledFor(logging.DEBUG):
-        _bare_engine.run_backward(
-            outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=True
-        )
-        return
-    _thread.is_local = True
-    try:
-        torch.autograd.backward(
-            outputs,  # type: ignore[arg-type]  # torch accepts a mixture
-            grads,
-            retain_graph=retain_graph,
-            inputs=inputs or None,  # type: ignore[arg-type]
-        )
-    finally:
-        _thread.is_local = False
+    _run(outputs, grads, inputs, retain_graph, True)
 
 
 def run_engine(
@@ -86,24 +72,18 @@ def run_engine(
 
     The checks take as long as the start of the engine.
     """
-    found: tuple[Tensor | None, ...]
+    found: tuple[Tensor | None, ...] = _run(outputs, grads, inputs, retain_graph, False)
+    return found
+
+
+def _run(outputs: Any, grads: Any, inputs: Any, retain_graph: bool, accumulate: bool) -> Any:
+    """Run the engine, which converts gradients of other shapes where it can; torch's own functions refuse them."""
     if _can_skip_wrapper and not _log.isEnabledFor(logging.DEBUG):
-        found = _bare_engine.run_backward(
-            outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
+        return _bare_engine.run_backward(
+            outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=accumulate
         )
-        return found
     _thread.is_local = True
     try:
-        if _engine is not None:
-            found = _engine(outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False)
-        else:
-            found = torch.autograd.grad(
-                outputs,  # type: ignore[arg-type]  # torch accepts a mixture
-                inputs,  # type: ignore[arg-type]
-                grads,
-                retain_graph=retain_graph,
-                allow_unused=True,
-            )
+        return _engine(outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=accumulate)
     finally:
         _thread.is_local = False
-    return found
