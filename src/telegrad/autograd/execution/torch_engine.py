@@ -77,7 +77,10 @@ def run_engine(
 
 
 def _run(outputs: Any, grads: Any, inputs: Any, retain_graph: bool, accumulate: bool) -> Any:
-    """Run the engine, which converts gradients of other shapes where it can; torch's own functions refuse them."""
+    """Run the engine.
+
+    It sums gradients to the shapes of the tensors that were sent. Torch's own functions refuse other shapes.
+    """
     if _can_skip_wrapper and not _log.isEnabledFor(logging.DEBUG):
         return _bare_engine.run_backward(
             outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=accumulate
