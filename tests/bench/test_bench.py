@@ -95,6 +95,7 @@ def test_child_of_an_ended_parent_exits() -> None:
 def test_memory_has_verdicts_for_both_processes(tmp_path: Path) -> None:
     written = tmp_path / "memory.json"
     result = run_module("bench.endurance.memory", "--calls", "500", "--pause", "0.1", "--json", str(written))
+    assert written.exists(), result.stderr
     figures = json.loads(written.read_text())
     assert result.returncode == (0 if figures["met"] else 1), result.stderr
     assert set(figures["processes"]) == {"client", "server"}
@@ -105,6 +106,7 @@ def test_memory_has_verdicts_for_both_processes(tmp_path: Path) -> None:
 def test_contexts_has_verdicts_for_both_processes(tmp_path: Path) -> None:
     written = tmp_path / "contexts.json"
     result = run_module("bench.endurance.contexts", "--count", "300", "--json", str(written))
+    assert written.exists(), result.stderr
     figures = json.loads(written.read_text())
     assert result.returncode == (0 if figures["good"] else 1), result.stderr
     assert set(figures["contexts"]) == {"client", "server"}

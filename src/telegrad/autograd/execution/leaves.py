@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.autograd.ddp import run_accumulate_grad
-from telegrad.autograd.execution.torch_engine import accumulate_in_engine
+from telegrad.autograd.execution.torch_engine import run_engine
 
 if TYPE_CHECKING:
     from weakref import ref
@@ -166,7 +166,7 @@ def add_to_grad(leaf: Tensor, grad: Tensor) -> None:
     of the node itself.
     """
     if not getattr(leaf, "_backward_hooks", None):
-        accumulate_in_engine((leaf,), (grad,), (), False)
+        run_engine((leaf,), (grad,), (), False, True)
         return
     with torch.inference_mode(False):
         with torch.enable_grad():

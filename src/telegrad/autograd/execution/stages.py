@@ -42,7 +42,7 @@ from telegrad.autograd.execution.leaves import (
     edges_of_outer,
     sum_of,
 )
-from telegrad.autograd.execution.torch_engine import accumulate_in_engine, run_engine
+from telegrad.autograd.execution.torch_engine import run_engine
 from telegrad.autograd.graph.local_graph import Cell, ForeignRecvError, LocalGraph, Stage
 from telegrad.autograd.graph.planner import plan
 from telegrad.protocols.backward import UnknownSend
@@ -313,7 +313,7 @@ class StageRunner:
         """Run one call of torch's engine."""
         if not outputs or not inputs:  # all gradients are undefined, or none is needed
             return (None,) * len(inputs)
-        return run_engine(tuple(outputs), tuple(grads), tuple(inputs), retain_graph)
+        return run_engine(tuple(outputs), tuple(grads), tuple(inputs), retain_graph, False)
 
     def _run_with_cut_edges(
         self, stage: Stage, outputs: list[Entry], grads: list[Tensor], inputs: list[Entry]
@@ -378,7 +378,7 @@ class StageRunner:
                 inputs: list[Entry] = [call.leaf, *stage.complete_leaves, *recvs]
                 with grads_detached(stage.complete_leaves, partial(add_to_context, self._context)):
                     roots, given = (call.leaf, *outputs), (call.gradient, *grads)
-                    accumulate_in_engine(roots, given, tuple(inputs), self.retain_graph)
+                    run_engine(roots, given, tuple(inputs), self.retain_graph, True)
             for node in stage.outer:
                 add_outer(self._context, node, call.captured[node] or ())
             tensors: list[Tensor | None] = []
@@ -391,11 +391,11 @@ class StageRunner:
         tensors: list[Tensor | None] = []
         if not stage.recvs:
             if outputs:
-                accumulate_in_engine(tuple(outputs), tuple(grads), (), self.retain_graph)
+                run_engine(tuple(outputs), tuple(grads), (), self.retain_graph, True)
             return stage.recvs, tensors
         with capture([received.node for received in stage.recvs]) as call:
             if outputs:
-                accumulate_in_engine((call.leaf, *outputs), (call.gradient, *grads), (), self.retain_graph)
+                run_engine((call.leaf, *outputs), (call.gradient, *grads), (), self.retain_graph, True)
             for received in stage.recvs:
                 tensors += call.captured[received.node] or (None,) * received.outputs
         return stage.recvs, tensors

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["accumulate_in_engine", "run_engine", "takes_local_call"]
+__all__ = ["run_engine", "takes_local_call"]
 
 _engine: Any = torch.autograd.graph._engine_run_backward
 _bare_engine: Any = getattr(Variable, "_execution_engine", None)
@@ -45,48 +45,37 @@ def takes_local_call() -> bool:
     return is_local
 
 
-def accumulate_in_engine(
-    outputs: tuple[GradientEdge | Tensor, ...],
-    grads: tuple[Tensor, ...],
-    inputs: tuple[GradientEdge | Tensor, ...],
-    retain_graph: bool,
-) -> None:
-    """Run `torch.autograd.backward`, without its checks: it adds to `.grad` of leaves.
-
-    Args:
-        outputs: The roots.
-        grads: A gradient for each.
-        inputs: The nodes and leaves to run; empty for all that the roots lead to.
-        retain_graph: Whether torch keeps the graph.
-    """
-    _run(outputs, grads, inputs, retain_graph, True)
-
-
 def run_engine(
     outputs: tuple[GradientEdge | Tensor, ...],
     grads: tuple[Tensor, ...],
     inputs: tuple[GradientEdge | Tensor, ...],
     retain_graph: bool,
+    accumulate: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Run `torch.autograd.grad` with allow_unused, without its checks.
+    """Run the engine, as `torch.autograd.backward` or `torch.autograd.grad`, without their checks.
 
-    The checks take as long as the start of the engine.
+    The checks take as long as the start of the engine. They also refuse gradients that the engine sums to the shapes of
+    the tensors that were sent.
+
+    Args:
+        outputs: The roots.
+        grads: A gradient for each.
+        inputs: The nodes and leaves to run; empty, if `accumulate`, for all that the roots lead to.
+        retain_graph: Whether torch keeps the graph.
+        accumulate: Add to `.grad` of leaves, and return nothing.
+
+    Returns:
+        The gradients of `inputs`; None for what the roots do not lead to.
     """
-    found: tuple[Tensor | None, ...] = _run(outputs, grads, inputs, retain_graph, False)
-    return found
-
-
-def _run(outputs: Any, grads: Any, inputs: Any, retain_graph: bool, accumulate: bool) -> Any:
-    """Run the engine.
-
-    It sums gradients to the shapes of the tensors that were sent. Torch's own functions refuse other shapes.
-    """
+    found: tuple[Tensor | None, ...]
     if _can_skip_wrapper and not _log.isEnabledFor(logging.DEBUG):
-        return _bare_engine.run_backward(
+        found = _bare_engine.run_backward(
             outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=accumulate
         )
+        return found
     _thread.is_local = True
     try:
-        return _engine(outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=accumulate)
+        found = _engine(outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=accumulate)
     finally:
         _thread.is_local = False
+    return found
