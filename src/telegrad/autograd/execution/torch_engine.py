@@ -52,7 +52,7 @@ def run_engine(
     retain_graph: bool,
     accumulate: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Run the engine, as `torch.autograd.backward` or `torch.autograd.grad`, without their checks.
+    """Run the engine as torch's `backward` or `grad`, without their checks.
 
     The checks take as long as the start of the engine. They also refuse gradients that the engine sums to the shapes of
     the tensors that were sent.
