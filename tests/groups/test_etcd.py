@@ -81,6 +81,8 @@ def test_log_and_counters_of_a_group(where: str, prefix: str) -> None:
     assert [group.read(epoch)[0] for epoch in (1, 2, 3)] == [["first", "second"], ["second"], []]
     assert group.read(2, ["none", "log/0000000001"]) == (["second"], [None, "first"])
     assert group.get_all(["log/0000000002", "none"]) == ["second", None]
+    many = [f"none/{i}" for i in range(300)]  # more than etcd reads in one request
+    assert group.read(2, [*many, "log/0000000001"]) == (["second"], [*[None] * len(many), "first"])
     assert (group.get("log/0000000001"), group.get("none")) == ("first", None)
     group.forget(range(1, 2))
     assert (group.read(1), group.get("log/0000000001")) == (([], []), None)

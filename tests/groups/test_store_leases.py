@@ -1,5 +1,8 @@
 """Leases in stores that lose replies, or to which other programs write."""
 
+import math
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,3 +242,28 @@ def test_a_suspect_is_checked_again_after_an_error_of_the_store(monkeypatch: pyt
         monkeypatch.setattr(type(service), "_check", fails_once)
         service.suspect(1, group[1]._worker.incarnation, "no route", False)
         eventually(lambda: checked == [1, 1])
+
+
+def test_a_notice_during_a_late_renewal_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next renewal is due when the thread finds the notice."""
+    with cluster(1, Options(member_lease=0.8), dynamic=True) as group:
+        service = group[0]._worker.membership
+        assert service is not None
+        service._observation = math.inf  # no reading of the log without a notice
+        renews, goes_on = threading.Event(), threading.Event()
+        renew = service._lease.renew
+
+        def late() -> bool:
+            renews.set()
+            goes_on.wait(LONG)
+            return renew()
+
+        monkeypatch.setattr(service._lease, "renew", late)
+        assert renews.wait(LONG)
+        late_at = time.monotonic() + service.timing.renewal
+        noticed = threading.Event()
+        service._refreshes.append(noticed)
+        service.notify()
+        eventually(lambda: time.monotonic() > late_at)
+        goes_on.set()
+        assert noticed.wait(2.0)

@@ -28,6 +28,7 @@ EtcdGone: type[RuntimeError] = dist.DistNetworkError
 
 _REQUEST_TIMEOUT = 2.0  # s for one endpoint to reply; etcd elects a leader within about 1 s
 _PAUSE = 0.1  # s between two rounds over all endpoints
+_MAX_READS = 100  # of a request; etcd allows 128 by default
 _WATCH_TIMEOUT = 600.0  # s until an idle watch begins again
 
 
@@ -114,14 +115,18 @@ class EtcdClient:
         return text(found[0].get("value", "")) if found else None
 
     def ranges(self, ranges: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-        """Return keys and values of ranges, all at one moment, in the order of the keys.
+        """Return keys and values of ranges, each in the order of its keys.
+
+        The ranges are read in the given order.
 
         Args:
             ranges: First key of each range, and the key after its last one; "" for the first key alone.
         """
         order = {"sort_order": "ASCEND", "sort_target": "KEY"}
         reads = [{"request_range": {"key": b64(first), "range_end": b64(end), **order}} for first, end in ranges]
-        found = self.request("kv/txn", {"success": reads})["responses"]
+        found = []
+        for at in range(0, len(reads), _MAX_READS):
+            found += self.request("kv/txn", {"success": reads[at : at + _MAX_READS]})["responses"]
         pairs = [each["response_range"].get("kvs", []) for each in found]
         return [[(text(kv["key"]), text(kv.get("value", ""))) for kv in kvs] for kvs in pairs]
 

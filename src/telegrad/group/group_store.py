@@ -140,11 +140,11 @@ class C10dStore:
 
     def read(self, epoch: int, keys: Sequence[str] = ()) -> tuple[list[str], list[str | None]]:
         entries: list[str] = []
-        while True:
-            entry, *values = self.get_all([_LOG.format(epoch + len(entries)), *keys])
-            if entry is None:
-                return entries, values
+        entry, *values = self.get_all([_LOG.format(epoch), *keys])
+        while entry is not None:
             entries.append(entry)
+            entry = self.get(_LOG.format(epoch + len(entries)))
+        return entries, self.get_all(keys) if entries and keys else values
 
     def forget(self, epochs: range) -> None:
         try:

@@ -239,8 +239,9 @@ class MembershipService:
     def _run(self) -> None:
         renewal = self.timing.renewal
         due = time.monotonic() + renewal
+        reads = False  # the log in this round, since it was notified
         while True:
-            self._wake.wait(max(due - time.monotonic(), 0.0))
+            reads = self._wake.wait(max(due - time.monotonic(), 0.0)) or reads
             self._wake.clear()
             if self._stopped:
                 break
@@ -253,8 +254,10 @@ class MembershipService:
                 if is_due:
                     self.renewed = now
                 observes = is_due and (now >= self._observation or not self._checked.keys() <= self._watches.keys())
-                if self._is_member and (observes or not is_due):
+                if self._is_member and (reads or observes):
+                    reads = True  # again, if it fails
                     self._check_members(observes)
+                    reads = False
                 self._reply()
                 if is_due:
                     self._outage.end()
@@ -349,11 +352,7 @@ class MembershipService:
         return sorted(to_observe(seats, self._watches, time.monotonic()) | suspects)
 
     def _observe(self, observed: Mapping[tuple[int, int], str | None]) -> None:
-        """Judge members by their leases.
-
-        Args:
-            observed: The values of the leases, as in the store.
-        """
+        """Judge members by the values of their leases in the store."""
         view, now = self.log.view, time.monotonic()
         self._observation = now + self.timing.observation - self.timing.renewal / 2  # with the nearest renewal
         self._checked = {key: why for key, why in self._checked.items() if view.has(*key)}
@@ -377,7 +376,7 @@ class MembershipService:
                 self._end(Lose(*key, f"{silence} ({why})" if why else silence))
 
     def _is_known_to_live(self, key: tuple[int, int], silence: float) -> bool:
-        """Return whether a member lives, silence seconds after its last renewal.
+        """Return whether a member lives `silence` seconds after its last renewal.
 
         A process may hold the GIL for long, or lack the connection to the store. Of another host, the core's failure
         detector knows whether it answers.
