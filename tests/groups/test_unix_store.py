@@ -314,8 +314,8 @@ def test_another_process_hosts_the_next_group(three: list[Actor]) -> None:
     guest = three[2].begin(join, "w2", 2, 3, where, {})
     eventually(lambda: has(port, "rpc_prefix_1/member/2"), TIMEOUT)
     host = three[1].begin(join, "w0", 0, 3, where, {})
-    eventually(lambda: has(port, "rpc_prefix_1/member/0"), TIMEOUT)
-    for step in (guest, host, three[0].begin(join, "w1", 1, 3, where, {})):
+    eventually(lambda: host.is_over or has(port, "rpc_prefix_1/member/0"), TIMEOUT)
+    for step in (host, guest, three[0].begin(join, "w1", 1, 3, where, {})):
         step.result()
     for actor in three:
         assert actor.do(call_many, "w0", 2) == 2
@@ -333,6 +333,24 @@ def test_an_unused_store_makes_room_for_the_next() -> None:
     request_release(port)
     eventually(lambda: "refused" in probing.probe("127.0.0.1", port, TIMEOUT))
     request_release(port)
+
+
+def test_a_store_that_closes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 finds the port taken, and asks who has it when it is free again."""
+    port = free_port()
+    closing = [dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)]  # type: ignore[attr-defined]
+
+    def probe_after_its_end(*where: Any) -> str:
+        closing.clear()
+        return probing.probe(*where)
+
+    monkeypatch.setattr(hosting, "probe", probe_after_its_end)
+    store = hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), LONG)
+    assert not closing
+    store.set("key", "1")
+    assert has(port, "key")
+    del store
+    hosting.latest.clear()
 
 
 def test_one_process_may_be_server_and_client() -> None:

@@ -183,6 +183,9 @@ def test_another_program_has_the_port_and_sends_nothing(
     with pytest.raises(RuntimeError, match="met: the port is open, but its program does not reply as a store does"):
         meet(1, f"tcp://127.0.0.1:{server.server_port}")
     assert log_lines()[0].endswith("; last: the port is open, but its program does not reply as a store does")
+    monkeypatch.setattr(hosting, "_HANDOVER", 0.1)
+    with pytest.raises(TelegradError, match=rf"at 127.0.0.1:{server.server_port}: another program has the port"):
+        meet(0, f"tcp://127.0.0.1:{server.server_port}", 30)
 
 
 @pytest.mark.parametrize("libuv", [True, False])

@@ -52,7 +52,7 @@ class StoreAddress(NamedTuple):
 
 
 class _PortIsTaken(TelegradError):
-    """Port taken by the store of another group."""
+    """Port taken, by the store of another group or by a program that does not reply."""
 
 
 class _Host:
@@ -61,7 +61,8 @@ class _Host:
     The store and the server end with this object.
 
     Raises:
-        TelegradError: another program has the port; `_PortIsTaken`: the store of another group has it.
+        _PortIsTaken: the port is taken, and may become free.
+        TelegradError: a program that is not a store has the port.
     """
 
     def __init__(self, address: StoreAddress, timeout: timedelta) -> None:
@@ -108,15 +109,15 @@ class _Host:
         return True
 
 
-def _port_is_taken(address: StoreAddress) -> TelegradError:
+def _port_is_taken(address: StoreAddress) -> _PortIsTaken:
     """Return the error of rank 0 for a port that is taken.
 
     Raises:
-        TelegradError: the port is taken by another program, which the text names.
+        TelegradError: the port is taken by a program that is not a store; the text has its reply.
     """
-    found = probe(address.host, address.port, _PROBE_TIMEOUT)
-    other, kind = ("another program", TelegradError) if found else ("the store of another group", _PortIsTaken)
-    return kind(
+    # A store that closes does not reply, or has freed the port by now.
+    other = "another program" if probe(address.host, address.port, _PROBE_TIMEOUT) else "the store of another group"
+    return _PortIsTaken(
         f"rank 0 cannot host the group's store at {address.host}:{address.port}: {other} has the port (EADDRINUSE)."
         " Give the group (MASTER_PORT, or init_method) a port that is free on the host of rank 0."
     )
