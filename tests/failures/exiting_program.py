@@ -44,6 +44,27 @@ async def never_returns_later(x: Any) -> None:
     never_returns(x)
 
 
+begun, gate = threading.Event(), threading.Event()
+
+
+def wait_at_the_gate() -> None:
+    gate.wait()
+
+
+def callback_that_never_returns(x: Any) -> None:
+    begun.set()
+    never_returns(x)
+
+
+def callbacks_that_never_return(w0: rpc.Worker) -> object:
+    begun.clear()
+    gate.clear()
+    future = w0.rpc_async("w1", wait_at_the_gate).then(callback_that_never_returns)
+    gate.set()  # now that this thread cannot run the callback
+    begun.wait()  # before it runs, its thread may wait for the GIL in torch's frames, which must not be unwound
+    return future
+
+
 class Pickled:
     """Value that is pickled and has a finalizer."""
 
@@ -81,7 +102,7 @@ LEFT_BEHIND: dict[str, Callable[[rpc.Worker], object]] = {
     "handlers with pickles": lambda w0: w0.rpc_async("w1", never_returns, (Pickled(),)),
     "handlers of references": lambda w0: w0.remote("w1", never_returns, (1,)),
     "async def handlers": lambda w0: w0.rpc_async("w1", never_returns_later, (1,)),
-    "callbacks": lambda w0: w0.rpc_async("w1", echo, (1,)).then(never_returns),
+    "callbacks": callbacks_that_never_return,
 }
 
 
