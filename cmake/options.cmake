@@ -33,6 +33,9 @@ if(TELEGRAD_SANITIZE)
   endif()
   target_compile_options(telegrad_options INTERFACE -fsanitize=${TELEGRAD_SANITIZE} -fno-sanitize-recover=all
                                                     -fno-omit-frame-pointer)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    target_compile_options(telegrad_options INTERFACE -Wno-maybe-uninitialized) # false alarms in instrumented code
+  endif()
   target_link_options(telegrad_options INTERFACE -fsanitize=${TELEGRAD_SANITIZE})
 endif()
 if(TELEGRAD_BUILD_FUZZERS)

@@ -39,7 +39,11 @@ Completion call_and_wait(Engine& e, std::int32_t peer, std::unique_ptr<Outgoing>
     const std::uint64_t id = e.start(peer, std::move(m), std::move(o));
     if (take_deferred && !signals.raised() && e.has_deferred()) {
       const GilHeld gil;
-      take_deferred();
+      try {
+        take_deferred();
+      } catch (nb::python_error& raised) {
+        signals.raise(raised);
+      }
     }
     end = signals.raised() ? WaitEnd::kInterrupted : e.wait(id, deadline, interrupted, completion);
     if (end == WaitEnd::kDeadline) end = e.expire(id, interrupted, completion);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -309,16 +310,26 @@ class Client {
     return !in_python([&] { return nb::object(future.attr("failure")()); }).is_none();
   }
 
-  /// Processes deferred completions now instead of leaving them to the thread pool.
+  /// Processes deferred completions now instead of leaving them to the thread pool. Then raises what a signal handler
+  /// has raised to end the program.
   void take_deferred() {
+    std::optional<nb::python_error> interrupt;
     WorkItem item;
     while (engine_.take_deferred(item)) {
       const nb::object target = target_of(item);
       try {
         completions_.complete(target, item.take_completion());
       } catch (nb::python_error& e) {
-        e.discard_as_unraisable(target);
+        if (interrupt || e.matches(PyExc_Exception)) {
+          e.discard_as_unraisable(target);
+        } else {
+          interrupt.emplace(std::move(e));
+        }
       }
+    }
+    if (interrupt) {
+      interrupt->restore();
+      throw nb::python_error();
     }
   }
 

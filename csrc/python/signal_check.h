@@ -35,6 +35,11 @@ class SignalCheck {
     };
   }
   bool raised() const { return raised_; }
+  /// Sets an exception that a signal handler has raised elsewhere in this thread. Needs the GIL.
+  void raise(nanobind::python_error& error) {
+    error.restore();
+    raised_ = true;
+  }
 
  private:
   bool raised_ = false;

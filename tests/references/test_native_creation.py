@@ -1,6 +1,7 @@
 """Creation of references: the request is sent before the creator counts them."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -275,6 +276,33 @@ def test_a_signal_leaks_nothing(w0: Any, group: Cluster) -> None:
     assert started("interrupted").wait(TIMEOUT)
     assert freed("interrupted").wait(TIMEOUT)
     eventually(lambda: w0.references.pending_creations == 0 and owner.stats().owners == 0)
+
+
+@pytest.mark.parametrize("what", ["a call", "a creation"])
+def test_a_signal_while_an_earlier_creation_completes(w0: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread may process the completion of one creation while it makes the next request."""
+    process, armed = PendingCreation.on_outcome, threading.Event()
+
+    def interrupted(creation: PendingCreation, outcome: Any) -> None:
+        process(creation, outcome)
+        if armed.is_set() and threading.current_thread() is threading.main_thread():
+            armed.clear()  # one signal
+            raise KeyboardInterrupt
+
+    def make_requests() -> None:
+        for _ in range(10_000):
+            armed.clear()
+            rpc.remote("w1", echo)
+            rpc.rpc_sync("w1", echo)  # the creation's reply arrives first, and is left for later
+            armed.set()
+            rpc.rpc_sync("w1", echo) if what == "a call" else rpc.remote("w1", echo)
+        armed.clear()
+
+    monkeypatch.setattr(PendingCreation, "on_outcome", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_requests()
+    assert rpc.rpc_sync("w1", echo) == ((), {})
+    eventually(lambda: w0.references.pending_creations == 0)
 
 
 def test_after_the_workers_end() -> None:

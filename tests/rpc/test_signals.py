@@ -118,7 +118,7 @@ def makes_a_reference(gate: Gate) -> Any:
 def interrupted() -> Iterator[Callable[[Gate, Callable[[], object]], None]]:
     """Return a function that runs another one, and raises Alarm in it by a signal.
 
-    The signal arrives once a handler has entered a gate.
+    The signal arrives once a handler has entered a gate. The kernel may deliver it to any thread.
     """
 
     def on_signal(*_: object) -> None:
@@ -127,12 +127,12 @@ def interrupted() -> Iterator[Callable[[Gate, Callable[[], object]], None]]:
     before = signal.signal(signal.SIGUSR1, on_signal)
     senders: list[threading.Thread] = []
 
-    def send_when_entered(gate: Gate) -> None:
+    def send_when_entered(gate: Gate, to_main: bool) -> None:
         gate.wait_for()
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        signal.pthread_kill((threading.main_thread().ident or 0) if to_main else threading.get_ident(), signal.SIGUSR1)
 
-    def run(gate: Gate, function: Callable[[], object]) -> None:
-        senders.append(threading.Thread(target=send_when_entered, args=(gate,)))
+    def run(gate: Gate, function: Callable[[], object], to_main: bool = True) -> None:
+        senders.append(threading.Thread(target=send_when_entered, args=(gate, to_main)))
         senders[-1].start()
         function()
 
@@ -142,12 +142,54 @@ def interrupted() -> Iterator[Callable[[Gate, Callable[[], object]], None]]:
     signal.signal(signal.SIGUSR1, before)
 
 
+class GateWithExits(Gate):
+    """Gate that counts the handlers that have left it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exits = 0
+
+    def enter(self, value: object = None, timeout: float = 10.0) -> Any:
+        try:
+            return super().enter(value, timeout)
+        finally:
+            self.exits += 1
+
+
+@pytest.mark.parametrize("to_main", [True, False])
 @pytest.mark.parametrize("ordered", [True, False])
-def test_map_raises_the_exception_of_a_signal_handler(interrupted: Any, ordered: bool) -> None:
-    gate = Gate()
+def test_map_raises_the_exception_of_a_signal_handler(interrupted: Any, ordered: bool, to_main: bool) -> None:
+    gate = GateWithExits()
     with pytest.raises(Alarm):
-        interrupted(gate, lambda: list(rpc.map("w1", gate.enter, range(4), chunk=1, ordered=ordered)))
+        interrupted(gate, lambda: list(rpc.map("w1", gate.enter, range(4), chunk=1, ordered=ordered)), to_main)
+    assert gate.exits == 0  # no completion has ended the wait
     gate.open()
+
+
+ran: list[int] = []
+
+
+def test_map_runs_no_item_twice_if_a_signal_handler_raises_while_it_sends(
+    two: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = two[0]._worker
+    send = worker.rpc_async
+
+    def interrupted(*args: Any) -> Any:
+        send(*args)
+        raise Alarm
+
+    ran.clear()
+    monkeypatch.setattr(worker, "rpc_async", interrupted)
+    with pytest.raises(Alarm):
+        list(rpc.map("w1", ran_on_worker, range(8), chunk=8))
+    monkeypatch.undo()
+    eventually(lambda: len(ran) >= 8 and not two[1].debug_info().requests)
+    assert sorted(ran) == list(range(8))
+
+
+def ran_on_worker(item: int) -> None:
+    ran.append(item)
 
 
 def poll(gate: Gate) -> None:

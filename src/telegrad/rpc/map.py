@@ -3,8 +3,9 @@
 import asyncio
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from contextlib import suppress
 from itertools import islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
@@ -18,6 +19,7 @@ from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.function_names import NotByName
 from telegrad.serialize.tracebacks import strip_own_frames
 from telegrad.types import To, WorkerInfo
+from telegrad.waits import SIGNAL_CHECK_INTERVAL
 from telegrad.worker import Worker
 from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.future import CallFuture, Deferred
@@ -313,7 +315,7 @@ class _Mapping:
         """Send a chunk, up to the first item that cannot be sent."""
         try:
             self._start(chunk, callee)
-        except Exception as error:
+        except TelegradError as error:  # other exceptions are of a signal handler, and the request may be on its way
             if len(chunk.items) == 1 or isinstance(error, NotInitialized):
                 chunk.unsent = error
                 self._source.ended, self._source.error = True, None
@@ -370,7 +372,8 @@ class _Mapping:
                     if type(failure) is not type(error):  # raised by a signal handler, or the worker has closed
                         raise
             else:
-                self._completed.get()
+                with suppress(Empty):
+                    self._completed.get(timeout=SIGNAL_CHECK_INTERVAL)
 
     def _settle(self) -> None:
         """Process completions; send chunks of lost workers again."""
