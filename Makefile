@@ -29,7 +29,7 @@ NAME ?= parameter_server
 example: build ## NAME=pipeline: that program of examples/, see docs/examples.md
 	$(PY) examples/$(NAME).py $(ARGS)
 
-test: test-python test-core ## the fast tests: Python, and the core under address and undefined-behaviour sanitizers
+test: test-python test-core ## the fast tests: Python, and the core under address and undefined-behavior sanitizers
 
 # Two processes of pytest share the files. JOBS=0: a single one, as a debugger needs.
 JOBS ?= 2
@@ -40,7 +40,7 @@ test-python: build
 test-core: $(READY)
 	tools/test_core.sh $(VENV) $(BUILD)/asan address,undefined
 
-# The tests run over what workers choose by themselves, which is shm; of the slow ones these run over the others, too.
+# The tests run over the transport that workers choose, which is shm; of the slow ones these run over the others, too.
 OTHER_TRANSPORTS := unix tcp
 OVER_TRANSPORTS := $(addprefix tests/,rpc references autograd optim nn failures faults groups security compat observe testing)
 

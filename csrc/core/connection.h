@@ -74,7 +74,7 @@ struct Connection {
   Handshake handshake;
   const bool initiator;
   bool has_asked_for_lanes = false;
-  bool user_checked = false;          // `Engine::objection` has checked the peer that this end connected to
+  bool user_checked = false;          // `Peers::on_handshake` has checked the peer that this end connected to
   std::atomic<bool> goodbye = false;  // the peer has announced its end
   std::unordered_map<std::uint32_t, std::shared_ptr<const Name>> names;
   std::uint64_t name_bytes = 0;  // of their texts

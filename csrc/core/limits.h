@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "wire/constants.h"
+
 namespace telegrad {
 
 /// Checked by the receiver before any allocation. A peer that exceeds them is disconnected.
@@ -48,7 +50,7 @@ inline constexpr std::size_t kMaxUnacknowledged = 4 << 20;
 
 /// Every worker accepts messages up to this size (name, body and segments) and never discards them for lack of memory.
 /// Messages of the reference and shutdown protocols are smaller.
-inline constexpr std::uint64_t kAlwaysTaken = 64 << 10;
+inline constexpr std::uint64_t kAlwaysTaken = wire::kAlwaysTaken;
 
 /// Limits before the peer is authenticated: one small handshake frame at a time.
 inline constexpr Limits kHandshakeLimits{

@@ -112,7 +112,6 @@ class WorkQueue {
   void release(std::uint64_t connection) REQUIRES(engine_mutex);
   /// Releases the connections for which `may_go_on` returns true, and wakes a thread for their requests.
   void release_if(const std::function<bool(std::uint64_t)>& may_go_on) REQUIRES(engine_mutex);
-  bool is_holding() const REQUIRES(engine_mutex) { return !held_.empty(); }
 
   // ---- threads
 

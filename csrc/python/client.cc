@@ -36,13 +36,13 @@ std::unique_ptr<PyRefs> refs_to(nb::handle object) {
 
 class Client {
  public:
-  Client(nb::object engine, nb::object codec, const nb::object& recorder, const nb::object& calls,
+  Client(nb::object engine, nb::object codec, const nb::object& hooks, const nb::object& calls,
          const nb::object& environment)
       : engine_object_(std::move(engine)),
         codec_object_(std::move(codec)),
         engine_(nb::cast<Engine&>(engine_object_)),
         codec_(nb::cast<codec::Codec&>(codec_object_)),
-        autograd_(recorder),
+        autograd_(hooks),
         preparer_(engine_, codec_, autograd_, calls, environment),
         completions_(codec_, autograd_, calls, preparer_.future_type()),
         send_(calls.attr("send")),
@@ -362,7 +362,7 @@ void init_client(nb::module_& m) {
       "`function` is then None for the value itself, the name of a method, or a function of the value;\n"
       "`introduce` means that the owner may not know the reference yet. Times are in nanoseconds.")
       .def(nb::init<nb::object, nb::object, const nb::object&, const nb::object&, const nb::object&>(), "engine"_a,
-           "codec"_a, "recorder"_a, "calls"_a, "environment"_a)
+           "codec"_a, "hooks"_a, "calls"_a, "environment"_a)
       .def("call", &Client::call, "to"_a.none(), "function"_a.none(), "args"_a.none(), "kwargs"_a.none(), "timeout"_a,
            "receiver"_a = nb::none(), "introduce"_a = false,
            nb::sig("def call(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: "

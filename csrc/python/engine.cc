@@ -167,7 +167,7 @@ nb::dict stats(const Engine& e) {
   d["replies"] = s.replies;
   d["sent_messages"] = s.sent_messages;
   d["received_messages"] = s.received_messages;
-  d["common_pieces"] = s.multicast_buffers;
+  d["multicast_buffers"] = s.multicast_buffers;
   add(d, s.memory);
   return d;
 }
@@ -280,12 +280,14 @@ void init_engine(nb::module_& m) {
       .def("send", send, "peer"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(), "epoch"_a = kAnyEpoch,
            "Send a one-way message. False: it is not sent.\n\n"
            "The peer is known to have left, or the epoch has ended.")
-      .def("next", next, "thread"_a,
-           "Block until a work item is ready for this pool thread, and return it.\n\n"
-           "Returns None when the engine has stopped.\n\n"
-           "(0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),\n"
-           "(2 completion, spawn, target, completion), (3 event, spawn, event, peer, incarnation, text), (4 retire, "
-           "spawn),\n(5 nothing, spawn), (6 cancel, spawn, connection, call).")
+      .def(
+          "next", next, "thread"_a,
+          "Block until a work item is ready for this pool thread, and return it.\n\n"
+          "Returns None when the engine has stopped.\n\n"
+          "(0 request | 1 one-way, needs_thread, peer, connection, call, tag, flags, name, body, segments, deadline),\n"
+          "(2 completion, needs_thread, target, completion),\n"
+          "(3 event, needs_thread, event, peer, incarnation, text), (4 exit of this thread, needs_thread),\n"
+          "(5 no work, needs_thread), (6 cancel, needs_thread, connection, call).")
       .def("spawn_failed", &Engine::spawn_failed,
            "Report that the thread that a work item asked for could not be started.")
       .def("request_callback", &Engine::request_callback, "delay"_a,

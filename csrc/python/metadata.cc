@@ -42,13 +42,13 @@ void add_metadata(Outgoing& m, const codec::Codec& codec, nb::handle target, nb:
   m.header.flags |= wire::kMetadata;
 }
 
-AutogradHooks::AutogradHooks(const nb::object& recorder)
-    : recorder_(recorder),
-      on_send_(recorder.attr("on_send")),
-      on_request_(recorder.attr("on_request_in_context")),
-      wrap_(recorder.attr("wrap")),
-      plain_(recorder.attr("plain")),
-      outside_(recorder.attr("outside")) {}
+AutogradHooks::AutogradHooks(const nb::object& hooks)
+    : hooks_(hooks),
+      on_send_(hooks.attr("on_send")),
+      on_request_(hooks.attr("on_request_in_context")),
+      wrap_(hooks.attr("wrap")),
+      plain_(hooks.attr("plain")),
+      outside_(hooks.attr("outside")) {}
 
 bool AutogradHooks::encode(const codec::Codec& codec, nb::handle value, std::int32_t peer, nb::handle context,
                            bool request, std::int64_t epoch, codec::Encoded& encoded, nb::object& message) const {
@@ -88,7 +88,7 @@ bool AutogradHooks::read(const codec::Codec& codec, const Incoming& message, Con
 }
 
 bool AutogradHooks::is_unguarded() const {
-  return in_python([&] { return nb::object(recorder_.attr("is_unguarded")); }).ptr() == Py_True;
+  return in_python([&] { return nb::object(hooks_.attr("is_unguarded")); }).ptr() == Py_True;
 }
 
 nb::object AutogradHooks::on_request(const ContextTag& in, std::int32_t peer, std::uint64_t connection) const {
@@ -103,7 +103,7 @@ nb::object AutogradHooks::wrap(const ContextTag& in, std::int32_t peer, nb::hand
 }
 
 int AutogradHooks::traverse(visitproc visit, void* arg) const {
-  for (const nb::object* o : {&recorder_, &on_send_, &on_request_, &wrap_, &plain_, &outside_}) Py_VISIT(o->ptr());
+  for (const nb::object* o : {&hooks_, &on_send_, &on_request_, &wrap_, &plain_, &outside_}) Py_VISIT(o->ptr());
   return 0;
 }
 

@@ -29,10 +29,10 @@ struct ContextTag {
   nb::object message;  // int; 0: none of its tensors is recorded
 };
 
-/// Records messages through Python's `Recorder`.
+/// Calls `telegrad.worker.autograd_hooks.AutogradHooks`, which records messages.
 class AutogradHooks {
  public:
-  explicit AutogradHooks(const nb::object& recorder);
+  explicit AutogradHooks(const nb::object& hooks);
 
   /// Encodes the body of a message of a context and records its tensors. False if the codec cannot encode it, or a
   /// request's context has ended. `message` is the number for the metadata, or None: a reply without tensors to record,
@@ -59,10 +59,10 @@ class AutogradHooks {
   const nb::object& outside() const { return outside_; }
 
   int traverse(visitproc visit, void* arg) const;
-  void clear() { recorder_ = on_send_ = on_request_ = wrap_ = plain_ = outside_ = {}; }
+  void clear() { hooks_ = on_send_ = on_request_ = wrap_ = plain_ = outside_ = {}; }
 
  private:
-  nb::object recorder_, on_send_, on_request_, wrap_, plain_, outside_;
+  nb::object hooks_, on_send_, on_request_, wrap_, plain_, outside_;
 };
 
 }  // namespace telegrad::python

@@ -32,7 +32,7 @@ struct CallForm {
 struct PreparedCall {
   std::int32_t peer = -1;
   std::unique_ptr<Outgoing> message;  // null if an interceptor has to send `request`
-  nb::object request;                 // telegrad.worker.calls.client.Request, if Python encoded it
+  nb::object request;                 // telegrad.worker.calls.encoded.Request, if Python encoded it
   nb::object keep_alive;              // kept alive until the reply, or not valid
   nb::object context = nb::none();    // the caller's autograd context
   nb::object chain;                   // the caller's call chain (int), inside a scope

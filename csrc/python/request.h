@@ -65,7 +65,7 @@ struct ServerCallbacks {
   nb::object values;  // dict: (created on, local id) of a reference -> telegrad.worker.refs.owned_value.OwnedValue
   nb::object on_gradients;      // on_gradients(peer, connection, call, deadline, messages)
   nb::object on_context_ended;  // on_context_ended(peer, connection, (context id, requests))
-  nb::object info_type;         // telegrad.worker.serving.handlers.RequestInfo
+  nb::object info_type;         // telegrad.worker.serving.request_info.RequestInfo
   nb::object clean_state;
   nb::object admit;          // admit(name): raises if the worker does not expose it; None: it exposes everything
   nb::object resolver;       // resolver(name) -> function() -> the function

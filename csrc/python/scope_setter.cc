@@ -2,7 +2,11 @@
 
 #include <utility>
 
+#include "wire/constants.h"
+
 namespace telegrad::python {
+
+using Field = wire::ScopeField;
 
 ScopeSetter::ScopeSetter(nb::object worker, nb::object type, nb::object current, nb::object in_callbacks)
     : worker_(std::move(worker)),
@@ -19,25 +23,24 @@ void ScopeSetter::set(PyObject* scope) const {
   Py_XDECREF(token);
 }
 
-/// Scope(worker, deadline, depth, request=True, context, connection, call, chain=0), created without the slow
-/// Python constructor.
+/// Creates the scope without the slow Python constructor.
 void ScopeSetter::enter_request(Nanos deadline, const nb::object& context, std::uint64_t connection, std::uint64_t call,
                                 std::uint32_t depth) const {
   auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());
-  const nb::object scope = nb::steal(type->tp_alloc(type, 8));
+  const nb::object scope = nb::steal(type->tp_alloc(type, Field::kCount));
   PyObject* until = PyLong_FromLongLong(deadline);
   PyObject* over = PyLong_FromUnsignedLongLong(connection);
   PyObject* id = PyLong_FromUnsignedLongLong(call);
   PyObject* below = PyLong_FromUnsignedLong(depth);
   if (!scope.is_valid() || !until || !over || !id || !below) throw nb::python_error();
-  PyTuple_SET_ITEM(scope.ptr(), 0, nb::object(worker_).release().ptr());
-  PyTuple_SET_ITEM(scope.ptr(), 1, until);
-  PyTuple_SET_ITEM(scope.ptr(), 2, below);
-  PyTuple_SET_ITEM(scope.ptr(), 3, nb::bool_(true).release().ptr());
-  PyTuple_SET_ITEM(scope.ptr(), 4, Py_NewRef(context.ptr()));
-  PyTuple_SET_ITEM(scope.ptr(), 5, over);
-  PyTuple_SET_ITEM(scope.ptr(), 6, id);
-  PyTuple_SET_ITEM(scope.ptr(), 7, nb::int_(0).release().ptr());
+  PyTuple_SET_ITEM(scope.ptr(), Field::kWorker, nb::object(worker_).release().ptr());
+  PyTuple_SET_ITEM(scope.ptr(), Field::kDeadline, until);
+  PyTuple_SET_ITEM(scope.ptr(), Field::kDepth, below);
+  PyTuple_SET_ITEM(scope.ptr(), Field::kRequest, nb::bool_(true).release().ptr());
+  PyTuple_SET_ITEM(scope.ptr(), Field::kAutograd, Py_NewRef(context.ptr()));
+  PyTuple_SET_ITEM(scope.ptr(), Field::kConnection, over);
+  PyTuple_SET_ITEM(scope.ptr(), Field::kCall, id);
+  PyTuple_SET_ITEM(scope.ptr(), Field::kChain, nb::int_(0).release().ptr());
   set(scope.ptr());
 }
 

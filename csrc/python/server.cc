@@ -36,13 +36,13 @@ struct EndedContext {
 
 class Server {
  public:
-  Server(nb::object engine, nb::object codec, const nb::object& recorder, const nb::object& calls,
+  Server(nb::object engine, nb::object codec, const nb::object& hooks, const nb::object& calls,
          const nb::object& handlers, const nb::object& environment, ScopeSetter scopes)
       : engine_object_(std::move(engine)),
         codec_object_(std::move(codec)),
         engine_(nb::cast<Engine&>(engine_object_)),
         codec_(nb::cast<codec::Codec&>(codec_object_)),
-        autograd_(recorder),
+        autograd_(hooks),
         completions_(codec_, autograd_, calls, environment.attr("future_type")),
         python_(handlers, environment),
         scopes_(std::move(scopes)),
@@ -255,15 +255,15 @@ void init_server(nb::module_& m) {
                      "The serving side of a worker: serves requests, completes asynchronous calls.")
       .def(
           "__init__",
-          [](Server* self, nb::object engine, nb::object codec, const nb::object& recorder, const nb::object& calls,
+          [](Server* self, nb::object engine, nb::object codec, const nb::object& hooks, const nb::object& calls,
              const nb::object& handlers, const nb::object& environment, nb::object worker, nb::object scope_type,
              nb::object callback_scope) {
             nb::object current = environment.attr("current");
             new (self) Server(
-                std::move(engine), std::move(codec), recorder, calls, handlers, environment,
+                std::move(engine), std::move(codec), hooks, calls, handlers, environment,
                 ScopeSetter(std::move(worker), std::move(scope_type), std::move(current), std::move(callback_scope)));
           },
-          "engine"_a, "codec"_a, "recorder"_a, "calls"_a, "handlers"_a, "environment"_a, "worker"_a, "scope_type"_a,
+          "engine"_a, "codec"_a, "hooks"_a, "calls"_a, "handlers"_a, "environment"_a, "worker"_a, "scope_type"_a,
           "callback_scope"_a)
       .def("record_all", &Server::record_all, "on"_a,
            "Have Python prepare every request, for profiles or interceptors.")
@@ -271,10 +271,11 @@ void init_server(nb::module_& m) {
            "Reply to messages of a backward pass with messages.\n\n"
            "Returns False if the codec cannot encode them.")
       .def("resume", &Server::resume, "request"_a, "Resume a request that was parked.")
-      .def("next", &Server::next, "thread"_a, "start_another"_a,
-           "Process work items until there is one for Python; return it like `Engine.next`.\n\n"
-           "(5 nothing, spawn) means: call again. Calls start_another() when the pool needs one more thread. An\n"
-           "exception is an internal error of Telegrad.");
+      .def(
+          "next", &Server::next, "thread"_a, "start_another"_a,
+          "Process work items until there is one for Python; return it like `Engine.next`.\n\n"
+          "(5 no work, needs_thread) means: call again. Calls start_another() when the pool needs one more thread. An\n"
+          "exception is an internal error of Telegrad.");
 }
 
 }  // namespace telegrad::python

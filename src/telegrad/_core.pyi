@@ -364,9 +364,10 @@ class Engine:
 
         Returns None when the engine has stopped.
 
-        (0 request | 1 one-way, spawn, peer, connection, call, tag, flags, name, body, segments, deadline),
-        (2 completion, spawn, target, completion), (3 event, spawn, event, peer, incarnation, text), (4 retire, spawn),
-        (5 nothing, spawn), (6 cancel, spawn, connection, call).
+        (0 request | 1 one-way, needs_thread, peer, connection, call, tag, flags, name, body, segments, deadline),
+        (2 completion, needs_thread, target, completion),
+        (3 event, needs_thread, event, peer, incarnation, text), (4 exit of this thread, needs_thread),
+        (5 no work, needs_thread), (6 cancel, needs_thread, connection, call).
         """
 
     def spawn_failed(self) -> None:
@@ -424,7 +425,7 @@ class Client:
     `introduce` means that the owner may not know the reference yet. Times are in nanoseconds.
     """
 
-    def __init__(self, engine: object, codec: object, recorder: object, calls: object, environment: object) -> None: ...
+    def __init__(self, engine: object, codec: object, hooks: object, calls: object, environment: object) -> None: ...
 
     def call(self, to: object, function: object, args: object, kwargs: object, timeout: int, receiver: object = None, introduce: bool = False) -> Any:
         """Run a function on a peer and wait for its value."""
@@ -520,7 +521,7 @@ class Server:
     The serving side of a worker: serves requests, completes asynchronous calls.
     """
 
-    def __init__(self, engine: object, codec: object, recorder: object, calls: object, handlers: object, environment: object, worker: object, scope_type: object, callback_scope: object) -> None: ...
+    def __init__(self, engine: object, codec: object, hooks: object, calls: object, handlers: object, environment: object, worker: object, scope_type: object, callback_scope: object) -> None: ...
 
     def record_all(self, on: bool) -> None:
         """Have Python prepare every request, for profiles or interceptors."""
@@ -539,7 +540,7 @@ class Server:
         """
         Process work items until there is one for Python; return it like `Engine.next`.
 
-        (5 nothing, spawn) means: call again. Calls start_another() when the pool needs one more thread. An
+        (5 no work, needs_thread) means: call again. Calls start_another() when the pool needs one more thread. An
         exception is an internal error of Telegrad.
         """
 

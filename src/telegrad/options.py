@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
+from telegrad.wire import ALWAYS_TAKEN
+
 __all__ = [
     "DEFAULT_INIT_METHOD",
     "DEFAULT_NUM_WORKER_THREADS",
@@ -37,7 +39,7 @@ DEFAULT_NUM_WORKER_THREADS: Final = 16
 _KIB: Final = 1 << 10
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
-_LEAST_LIMIT: Final = 64 << 10  # csrc/core/limits.h: kAlwaysTaken
+_LEAST_LIMIT: Final = ALWAYS_TAKEN
 
 _MOST: Final = (1 << 31) - 1  # what 32 bits of a message can say, with room for more
 

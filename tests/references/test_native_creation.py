@@ -196,7 +196,7 @@ def test_an_exception_kept_at_the_owner(w0: Any) -> None:
     assert w0.references.pending_creations == 0
 
 
-@pytest.mark.parametrize("error", [RpcTimeout(1.0, "echo", "not sent"), WorkerLost("w1", "gone")], ids=["time", "loss"])
+@pytest.mark.parametrize("error", [RpcTimeout(1.0, "echo", "waiting"), WorkerLost("w1", "gone")], ids=["time", "loss"])
 def test_failure(w0: Any, error: Any) -> None:
     creation = PendingCreation(w0, (1, echo, 0))
     creation.finish(error)
@@ -207,8 +207,7 @@ def test_failure(w0: Any, error: Any) -> None:
     assert w0.references.pending_creations == 0
     with pytest.raises(type(error)):
         handle._get_future().wait()
-    if isinstance(error, WorkerLost):
-        w0.references.create_failed(handle.id, error, may_exist=False)  # as the loss itself says
+    w0.references.create_failed(handle.id, error, may_exist=False)  # as the loss of the owner says
 
 
 @pytest.mark.usefixtures("quiet")
@@ -222,9 +221,11 @@ def test_a_use_while_the_failure_arrives_counts(w0: Any, monkeypatch: pytest.Mon
         return made
 
     monkeypatch.setattr("telegrad.rref.creation.Failure", failure)
-    creation.finish(RpcTimeout(1.0, "echo", "not sent"))
+    error = RpcTimeout(1.0, "echo", "waiting")
+    creation.finish(error)
     assert creation.failure is not None
     assert creation.failure.read
+    w0.references.create_failed(handle.id, error, may_exist=False)
 
 
 # ---- interruptions while the request is sent
@@ -280,7 +281,7 @@ def test_a_signal_leaks_nothing(w0: Any, group: Cluster) -> None:
 
 @pytest.mark.parametrize("what", ["a call", "a creation"])
 def test_a_signal_while_an_earlier_creation_completes(w0: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main thread may process the completion of one creation while it makes the next request."""
+    """The main thread may process one completion while it makes the next request."""
     process, armed = PendingCreation.on_outcome, threading.Event()
 
     def interrupted(creation: PendingCreation, outcome: Any) -> None:

@@ -84,6 +84,35 @@ def test_an_item_that_cannot_be_sent(chunk: int) -> None:
     assert list(results) == []
 
 
+class Unreducible:
+    """Value whose own code fails when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise LookupError("no parts")
+
+
+@pytest.mark.parametrize("chunk", [1, 10])
+def test_errors_of_code_that_runs_at_the_sender_come_at_their_place(chunk: int) -> None:
+    results = rpc.map("w1", identity, [*range(5), Unreducible(), 6], chunk=chunk)
+    assert [next(results) for _ in range(5)] == list(range(5))
+    with pytest.raises(LookupError, match="no parts") as raised:
+        next(results)
+    assert notes(raised.value).endswith("at item 5")
+
+    calls = itertools.count()
+
+    def refuse_the_third(call: rpc.InterceptedCall, proceed: rpc.Proceed) -> object:
+        if next(calls) == 2:
+            raise PermissionError("no more")
+        return proceed(call)
+
+    with rpc.intercept(client=refuse_the_third):
+        results = rpc.map("w1", identity, range(10), chunk=1)
+        assert [next(results), next(results)] == [0, 1]
+        with pytest.raises(PermissionError, match="no more"):
+            next(results)
+
+
 def test_a_result_that_cannot_be_sent() -> None:
     with pytest.raises(SerializationError, match="lock") as raised:
         list(rpc.map("w1", lambda _: threading.Lock(), range(3), chunk=3))

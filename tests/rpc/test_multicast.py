@@ -84,11 +84,11 @@ def test_all_memory_is_released(shared: Cluster) -> None:
     x = torch.ones(N)
     values(rpc.multicast((1, 2, 3), keep, (x,)))
     engine = shared[0]._worker.engine
-    assert engine.stats()["common_pieces"] == 1
+    assert engine.stats()["multicast_buffers"] == 1
     del seen["w1"], seen["w2"]
-    assert engine.stats()["common_pieces"] == 1
+    assert engine.stats()["multicast_buffers"] == 1
     seen.clear()
-    eventually(lambda: engine.stats()["common_pieces"] == 0)
+    eventually(lambda: engine.stats()["multicast_buffers"] == 0)
     for worker in shared:
         assert_quiescent(worker)
 
@@ -361,7 +361,7 @@ def _stays(rank: int, n: int, init_method: str) -> Any:
         second.wait()
     sums = [first.wait()]
     values(rpc.multicast((1,), forget))
-    eventually(lambda: engine.stats()["common_pieces"] == 0)
+    eventually(lambda: engine.stats()["multicast_buffers"] == 0)
     eventually(lambda: None not in values(rpc.multicast((1,), where, (x,))))  # in other memory than before
     rpc.shutdown(graceful=False)
     return sums

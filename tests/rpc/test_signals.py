@@ -1,5 +1,6 @@
 """Signal handlers that raise while the main thread waits for a call."""
 
+import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -169,21 +170,34 @@ def test_map_raises_the_exception_of_a_signal_handler(interrupted: Any, ordered:
 ran: list[int] = []
 
 
+class Handler:
+    """Signal handler that is neither a function nor a method."""
+
+    def __call__(self, *_: object) -> None:
+        raise Alarm
+
+    def method(self, *_: object) -> None:
+        raise Alarm
+
+
+@pytest.mark.parametrize("handler", [Handler(), Handler().method, functools.partial(Handler().method)])
 def test_map_runs_no_item_twice_if_a_signal_handler_raises_while_it_sends(
-    two: Cluster, monkeypatch: pytest.MonkeyPatch
+    two: Cluster, handler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = two[0]._worker
     send = worker.rpc_async
 
     def interrupted(*args: Any) -> Any:
         send(*args)
-        raise Alarm
+        signal.raise_signal(signal.SIGUSR1)
 
     ran.clear()
+    before = signal.signal(signal.SIGUSR1, handler)
     monkeypatch.setattr(worker, "rpc_async", interrupted)
     with pytest.raises(Alarm):
         list(rpc.map("w1", ran_on_worker, range(8), chunk=8))
     monkeypatch.undo()
+    signal.signal(signal.SIGUSR1, before)
     eventually(lambda: len(ran) >= 8 and not two[1].debug_info().requests)
     assert sorted(ran) == list(range(8))
 

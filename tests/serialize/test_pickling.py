@@ -247,16 +247,6 @@ def test_many_threads_at_once(serializer):
     assert failures == []
 
 
-def test_dumps_with_tensors(serializer):
-    tensor = torch.ones(2)
-    body, tensors = serializer.dumps_with_tensors([tensor, Ref(1), np.arange(1000)])
-    assert tensors == [tensor]
-    arrived = serializer.loads_with_tensors(body, tensors)
-    assert arrived[0] is tensor
-    assert arrived[1].key == 1
-    assert arrived[2].shape == (1000,)
-
-
 # Errors
 
 

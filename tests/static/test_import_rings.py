@@ -20,7 +20,7 @@ def imports_of(path: Path, modules: set[str]) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue

@@ -41,6 +41,7 @@ def is_pending(path: Path) -> bool:
 
 FILES = [path for path in tracked() if name_of(path) not in QUOTING and not is_pending(path)]
 SOURCES = [path for path in FILES if path.suffix in (".py", ".pyi", ".cc", ".h", ".sh")]
+SETTINGS = [path for path in FILES if path.suffix in (".toml", ".txt", ".yml", ".cmake") or path.name == "Makefile"]
 DOCUMENTS = [path for path in FILES if path.suffix == ".md"]
 
 
@@ -54,7 +55,7 @@ def test_sources_and_documents_are_found() -> None:
 
 
 def test_no_file_has_banned_words() -> None:
-    found = [(path, breach) for path in SOURCES for breach in word_breaches(path.read_text(), code=True)]
+    found = [(path, breach) for path in SOURCES + SETTINGS for breach in word_breaches(path.read_text(), code=True)]
     found += [(path, breach) for path in DOCUMENTS for breach in word_breaches(path.read_text(), code=False)]
     assert not found, report(found)
 

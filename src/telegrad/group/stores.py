@@ -4,7 +4,7 @@ A static group meets at the address of torch's rendezvous, so that it shares MAS
 does a worker of a dynamic group that has a rank. A worker without a rank cannot derive whether it hosts the store: the
 first worker to bind the port is the host. Its store lives as long as its process.
 
-Workers of a static group on the store's host reach it through a Unix socket (`local_store`) instead of the port.
+Workers of a static group on the store's host reach it through a Unix socket (`unix_store`) instead of the port.
 """
 
 import logging

@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import TypeAlias
 
-from .backward_messages import (
+from telegrad.protocols.backward_messages import (
     FINAL,
     ROOT,
     Abort,
@@ -64,7 +64,7 @@ from .backward_messages import (
     TokenKind,
     UnknownSend,
 )
-from .backward_root import Ledger
+from telegrad.protocols.backward_root import Ledger
 
 __all__ = ["PassSchedule", "UnknownSend"]
 

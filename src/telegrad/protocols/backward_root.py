@@ -11,7 +11,7 @@ in flight and no stage is running. Proof: suppose a message is in flight or bein
 A message that is consumed before the report of its production arrives counts -1, so the multiset is not empty either.
 """
 
-from .backward_messages import Report, Token
+from telegrad.protocols.backward_messages import Report, Token
 
 __all__ = ["Ledger"]
 

@@ -24,7 +24,7 @@ workers. They must arrive at most once, and be lost only with their sender or re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .rref_messages import (
+from telegrad.protocols.rref_messages import (
     Abandon,
     Accept,
     Add,
@@ -45,9 +45,9 @@ from .rref_messages import (
     UnusableRRefError,
     UserState,
 )
-from .rref_outbox import NOTHING, Outbox
-from .rref_owner import OwnerEntry, Owners
-from .rref_user import UserEntry, Users
+from telegrad.protocols.rref_outbox import NOTHING, Outbox
+from telegrad.protocols.rref_owner import OwnerEntry, Owners
+from telegrad.protocols.rref_user import UserEntry, Users
 
 __all__ = [
     "Abandon",

@@ -7,7 +7,7 @@ are the only ways to send, and they check it.
 
 from collections.abc import Mapping, Sequence
 
-from .rref_messages import Accept, Effect, Message, Release, RRefId, Send
+from telegrad.protocols.rref_messages import Accept, Effect, Message, Release, RRefId, Send
 
 NOTHING: Sequence[Effect] = ()
 

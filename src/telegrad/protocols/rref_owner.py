@@ -8,7 +8,7 @@ An entry ends, with `Delete`, as soon as no worker holds a token of it, no local
 not run (invariant O1). The creation adds the entry, or the first reference to it if that arrives earlier.
 """
 
-from .rref_messages import (
+from telegrad.protocols.rref_messages import (
     Abandon,
     Added,
     Delete,
@@ -20,7 +20,7 @@ from .rref_messages import (
     Ticket,
     TicketKind,
 )
-from .rref_outbox import Outbox
+from telegrad.protocols.rref_outbox import Outbox
 
 EXPECTED, CREATING, READY, FAILED, LOST = OwnerState
 GRANT, SELF = TicketKind.GRANT, TicketKind.SELF

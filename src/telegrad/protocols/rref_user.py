@@ -9,7 +9,7 @@ counted for this worker. FAILED and LOST are final for the entry. Once handles a
 owner is pending (invariant U1), the entry ends and releases all tokens.
 """
 
-from .rref_messages import (
+from telegrad.protocols.rref_messages import (
     Abandon,
     Add,
     Confirmed,
@@ -22,7 +22,7 @@ from .rref_messages import (
     UnusableRRefError,
     UserState,
 )
-from .rref_outbox import Outbox
+from telegrad.protocols.rref_outbox import Outbox
 
 CREATING, FORKING, CONFIRMED, FAILED, LOST = UserState
 RETURN, FORK = TicketKind.RETURN, TicketKind.FORK

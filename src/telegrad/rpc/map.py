@@ -17,7 +17,7 @@ from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rpc.progress import find_bar
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.function_names import NotByName
-from telegrad.serialize.tracebacks import strip_own_frames
+from telegrad.serialize.tracebacks import is_of_signal_handler, strip_own_frames
 from telegrad.types import To, WorkerInfo
 from telegrad.waits import SIGNAL_CHECK_INTERVAL
 from telegrad.worker import Worker
@@ -315,7 +315,9 @@ class _Mapping:
         """Send a chunk, up to the first item that cannot be sent."""
         try:
             self._start(chunk, callee)
-        except TelegradError as error:  # other exceptions are of a signal handler, and the request may be on its way
+        except Exception as error:
+            if is_of_signal_handler(error):  # the request may be on its way
+                raise
             if len(chunk.items) == 1 or isinstance(error, NotInitialized):
                 chunk.unsent = error
                 self._source.ended, self._source.error = True, None

@@ -89,13 +89,12 @@ class PendingCreation:
             if rref is None:
                 self.early_result = error, owner_has_error
                 return
-        is_owner = self._worker.info.id == self._request[0]
         if error is not None or owner_has_error:
             self.failure = Failure(error, False, self._request, _UNREAD, self._worker.calls)
             if self._is_used:  # checked last: a use at the same time finds the failure, or has set this before
                 self.failure.read = True
         if isinstance(error, RpcTimeout):
-            references.create_failed(rref, error, may_exist=error.state != "not sent" or is_owner)
+            references.create_failed(rref, error, may_exist=True)  # the request is sent in any case
         elif isinstance(error, WorkerLost):
             references.create_lost(rref, error.why)
         elif error is not None:

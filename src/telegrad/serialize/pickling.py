@@ -184,22 +184,6 @@ class Serializer:
                 message.take_recorded(wrap)
             return message.load(value)
 
-    def dumps_with_tensors(self, value: object) -> tuple[bytes, list[torch.Tensor]]:
-        """Pickle `value`; only its tensors are out of band, as objects."""
-        message = _Outgoing(self, out_of_band=False)
-        body = io.BytesIO()
-        message.pickle_value(value, "value", body)
-        length = body.tell()
-        pickle.dump(tuple(Tables([], 0, message.pickle_extensions())), body, 5)
-        body.write(LENGTH.pack(length))
-        return body.getvalue(), message.tensors
-
-    def loads_with_tensors(self, body: Body, tensors: list[torch.Tensor]) -> Any:
-        """Unpickle the output of `dumps_with_tensors`."""
-        with memoryview(body) as view:
-            value, tables = _split(view, self.gate)
-            return _Incoming(self, tables, (), tensors).load(value)
-
 
 class _Outgoing:
     """State of a message while it is pickled, with its out-of-band objects."""
@@ -331,7 +315,6 @@ class _Incoming:
         serializer: Serializer,
         tables: Tables,
         segments: Sequence[Buffer],
-        tensors: list[torch.Tensor] | None = None,
         *,
         recorded: bool = False,
     ) -> None:
@@ -339,9 +322,7 @@ class _Incoming:
             raise SerializationError(f"a message came with {len(segments)} of {tables.tensor_segments} segments")
         self.serializer = serializer
         self.tables = tables
-        self.tensors: list[torch.Tensor] = (
-            restore(tables.places, segments, recorded=recorded) if tensors is None else tensors
-        )
+        self.tensors: list[torch.Tensor] = restore(tables.places, segments, recorded=recorded)
         self.buffers: list[Buffer] = list(segments[tables.tensor_segments :])
         self.packed: list[tuple[int, bytes]] = tables.extensions
         self.unpacked: dict[int, object] = {}

@@ -4,9 +4,12 @@ Users see tracebacks without Telegrad's own frames.
 """
 
 import copy
+import functools
 import os
+import signal
 import threading
 import traceback
+from types import CodeType
 from typing import TypeVar
 
 import torch
@@ -87,6 +90,25 @@ def is_interrupt(exc: BaseException) -> bool:
     SystemExit while a value was unpickled.
     """
     return not isinstance(exc, Exception) and threading.current_thread() is threading.main_thread()
+
+
+def is_of_signal_handler(exc: BaseException) -> bool:
+    """Return whether a signal handler of the program has raised the exception."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {code for handler in handlers if (code := _code_of(handler)) is not None}
+    frames = traceback.walk_tb(exc.__traceback__)
+    return any(frame.f_code in codes for frame, _ in frames)
+
+
+def _code_of(function: object) -> CodeType | None:
+    if isinstance(function, functools.partial):
+        return _code_of(function.func)
+    function = getattr(function, "__func__", function)  # of a method
+    if callable(function) and not hasattr(function, "__code__"):
+        function = type(function).__call__
+    return getattr(function, "__code__", None)
 
 
 def clear_frames(exc: BaseException, worker: WorkerInfo) -> None:

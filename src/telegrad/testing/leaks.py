@@ -91,7 +91,7 @@ def _left(core: WorkerCore, references: bool) -> list[str]:
         counts |= streams.left()
     if references:
         counts["buffers in use"] = stats["live_blocks"]
-        counts["multicast buffers"] = stats["common_pieces"]
+        counts["multicast buffers"] = stats["multicast_buffers"]
     if core.closed:
         counts["threads"] = sum(t.name.startswith(f"telegrad-{core.info.name}-") for t in core.pool.threads())
     return [f"{count} {key}" for key, count in counts.items() if count]

@@ -10,7 +10,7 @@ from enum import IntEnum, IntFlag
 __all__ = ["ALWAYS_TAKEN", "BodyKind", "Flag", "LeftOut", "Status", "Tag"]
 
 
-ALWAYS_TAKEN = 64 << 10  # bytes; every worker accepts messages of this size, whatever its options (csrc/core/limits.h)
+ALWAYS_TAKEN = 64 << 10  # bytes; every worker accepts messages of this size, whatever its options
 
 
 class Tag(IntEnum):

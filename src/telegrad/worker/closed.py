@@ -21,7 +21,7 @@ _PENDING = (
     "running_requests",
     "detached_requests",
     "connections",
-    "common_pieces",
+    "multicast_buffers",
     "lanes",
 )
 _TOTALS = ("requests", "replies", "sent_messages", "received_messages", "pool_hits", "pool_misses")

@@ -247,7 +247,7 @@ class StageRunner:
             self._done.update(stage.cells)
             outputs, grads = self._take_pending(stage.cells or (None,))
             if self._gradients_in is self._context and group == FINAL and has_ddp_param(stage.complete_leaves):
-                return self._run_unbounded(stage, outputs, grads)
+                return self._run_for_ddp(stage, outputs, grads)
         elif group == FINAL and len(graph.bits) > 1:
             if self._shared_leaves is not None:
                 self._shared_leaves.finish()
@@ -369,7 +369,7 @@ class StageRunner:
                 grads += [grad for _, grad in parts]
         return outputs, grads
 
-    def _run_unbounded(self, stage: Stage, outputs: list[Entry], grads: list[Tensor]) -> Reports:
+    def _run_for_ddp(self, stage: Stage, outputs: list[Entry], grads: list[Tensor]) -> Reports:
         """Run the final stage including AccumulateGrad and recv nodes, for DDP's reducer."""
         nodes = [received.node for received in stage.recvs] + stage.outer
         with capture(nodes) as call:

@@ -100,7 +100,7 @@ class Calls:
         self.interceptors: Interceptors = Interceptors(self._on_change)  # of the program
         self.own_interceptors: Interceptors = Interceptors(self._on_change)  # of Telegrad
         self._resolve_worker = resolve_worker
-        self.client: AnyClient = _core.Client(engine, messages.serializer.codec, messages.recorder, self, environment)
+        self.client: AnyClient = _core.Client(engine, messages.serializer.codec, messages.hooks, self, environment)
 
     def _on_change(self) -> None:
         switch(("interceptors", id(self)), (*self.interceptors.chain, *self.own_interceptors.chain) or None)

@@ -82,7 +82,7 @@ class Messages:
         epoch_of: Returns the epoch of tickets for a peer.
         receive: Creates references from a peer's tickets, the numbers of their forks, and the connection.
         new_id: Returns the number of a fork.
-        recorder: Autograd contexts of the worker.
+        hooks: Autograd contexts of the worker.
         name_of: Returns a worker's name by its id, for errors.
         gate: Permission to load pickles. Without it nothing is pickled either.
         max_objects: Maximum number of objects of a received value.
@@ -96,7 +96,7 @@ class Messages:
         epoch_of: Callable[[int], int],
         receive: Callable[[list[Ticket], list[int], int, int], Sequence[Handle]],
         new_id: Callable[[], int],
-        recorder: AutogradHooks[Any],
+        hooks: AutogradHooks[Any],
         name_of: Callable[[int], str],
         gate: PickleGate,
         max_objects: int,
@@ -108,7 +108,7 @@ class Messages:
         self._epoch_of = epoch_of
         self._receive = receive
         self._new_id = new_id
-        self.recorder = recorder
+        self.hooks = hooks
         self.pickler: BodyPickler | None = None  # of the program
         self.serializer: Serializer = Serializer(max_objects=max_objects, gate=gate)
         self._codec = self.serializer.codec
@@ -183,7 +183,7 @@ class Messages:
             self._check_ticket_count(tickets)
             made_in = None
             if context is not None and (request or recorded):
-                number = self.recorder.on_send(context, peer, recorded or (), request, epoch)
+                number = self.hooks.on_send(context, peer, recorded or (), request, epoch)
                 made_in = None if number is None else (context, number)
             if tickets is None and target is None and autocast is None and made_in is None and trace is None:
                 return Encoded(flags, body, segments, ())
@@ -241,7 +241,7 @@ class Messages:
                 tickets.append(self._share(handle, peer, epoch))
             made_in = None
             if context is not None:
-                number = self.recorder.on_send(context, peer, shared.recorded, True, epoch)
+                number = self.hooks.on_send(context, peer, shared.recorded, True, epoch)
                 made_in = None if number is None else (context, number)
         except BaseException:
             for ticket in tickets:
@@ -332,7 +332,7 @@ class Messages:
         for ticket in message.tickets:
             self._unshare(ticket, peer)
         if message.recorded is not None:
-            self.recorder.rollback(*message.recorded, peer, message.epoch if request else None)
+            self.hooks.rollback(*message.recorded, peer, message.epoch if request else None)
 
     def _metadata(
         self,
@@ -396,14 +396,14 @@ class Messages:
         if context_id is not None:
             if context_id < 0:
                 chain, context_id = context_id, 0
-            recorder = self.recorder
+            hooks = self.hooks
             context = (
-                recorder.on_request_in_context(context_id, peer, connection)
+                hooks.on_request_in_context(context_id, peer, connection)
                 if request
-                else recorder.find_for_reply(context_id)
+                else hooks.find_for_reply(context_id)
             )
             if context is not None and message:
-                wrap = recorder.wrap(context, peer, message)
+                wrap = hooks.wrap(context, peer, message)
             elif message and not request:  # the program has left the context
                 wrap = cut_graphs
         return CallMetadata(

@@ -109,8 +109,8 @@ def _recorded_in(calls: Calls, scope: Scope | None) -> AutogradContext | None:
 
     Without grad mode, nothing is recorded outside of contexts. `Preparer::read_scope` does the same.
     """
-    recorder = calls.messages.recorder
+    hooks = calls.messages.hooks
     context: AutogradContext | None = None if scope is None else scope.autograd
     if context is None:
-        context = recorder.outside
-    return None if context is recorder.plain and not torch.is_grad_enabled() else context
+        context = hooks.outside
+    return None if context is hooks.plain and not torch.is_grad_enabled() else context

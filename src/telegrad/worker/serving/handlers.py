@@ -67,7 +67,7 @@ class Handlers:
     def __init__(
         self,
         worker: Any,
-        me: WorkerInfo,
+        info: WorkerInfo,
         engine: AnyEngine,
         messages: Messages,
         references: References,
@@ -84,7 +84,7 @@ class Handlers:
         self.on_gradients: Callable[..., None] = worker.autograd.on_gradients
         self.on_context_ended: Callable[..., None] = worker.autograd.on_ended
         self.wait_ready: Callable[[], object] = worker.ready.wait
-        self._me = me
+        self._info = info
         self._references = references
         self.loop: EventLoop = loop
         self._submit = submit
@@ -128,7 +128,7 @@ class Handlers:
             target = self.accept(info.peer, target.local_id, info.connection)
         recording = None
         if metadata.profile is not None or tracing.observer.serving:
-            recording = tracing.observer.record(self._me.id, metadata.profile)
+            recording = tracing.observer.record(self._info.id, metadata.profile)
         context = None if flags & _STATE else metadata.context
         info = info._replace(target=target, context=context, recording=recording)
         return SlowRequest(self, info, flags, body, segments, metadata)
@@ -181,7 +181,7 @@ class Handlers:
         """
         most = self.worker.options.max_waiting_messages
         if self.engine.parked() > most:
-            why = f"{most} requests already wait for references at worker {self._me.name}"
+            why = f"{most} requests already wait for references at worker {self._info.name}"
             raise Overloaded("max_waiting_messages", f"over max_waiting_messages: {why}. Await some results first.")
         references = self._references
         if receiver is None:
@@ -312,7 +312,7 @@ class Handlers:
     def _settle_creation(self, info: RequestInfo, target: RRefId, value: object, error: BaseException | None) -> None:
         """Set the value of a reference, or the exception of its creation."""
         if error is not None:
-            clear_frames(error, self._me)
+            clear_frames(error, self._info)
         self._references.settle(target, value, error)
         flags = _MUST_DELIVER if error is None else _MUST_DELIVER | _FAILED
         self.reply(info, _CREATED, self.messages.encode(info.peer, tuple(target)), flags)
@@ -330,7 +330,7 @@ class Handlers:
             return
         if is_drop_in():
             try:
-                print(describe_exception(error, self._me), file=sys.stderr)
+                print(describe_exception(error, self._info), file=sys.stderr)
             except (OSError, ValueError):  # closed streams must not prevent the reply
                 pass
         elif remote_logger.isEnabledFor(self._error_level):
@@ -341,14 +341,14 @@ class Handlers:
 
     def fail(self, info: RequestInfo, error: BaseException) -> None:
         """Reply with an exception."""
-        packed = pack_exception(error, self._me, self.messages.gate)
+        packed = pack_exception(error, self._info, self.messages.gate)
         if len(packed) > ALWAYS_TAKEN and len(packed) > (limit := self.engine.largest_body(info.connection)):
             packed = pack_exception(
                 MessageTooLarge(
-                    f"{type(error).__qualname__} was raised on worker {self._me.name}, and is too large to be sent: it"
-                    f" has {len(packed)} bytes, and the caller's option max_header_bytes allows {limit}."
+                    f"{type(error).__qualname__} was raised on worker {self._info.name}, and is too large to be sent:"
+                    f" it has {len(packed)} bytes, and the caller's option max_header_bytes allows {limit}."
                 ),
-                self._me,
+                self._info,
                 self.messages.gate,
             )
         self.reply(info, _ERROR, Encoded(0, packed, None, ()), 0)
