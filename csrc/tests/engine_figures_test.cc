@@ -44,7 +44,10 @@ CASE_ON_EVERY_SCHEME(the_largest_message_is_shown) {
   b.completion_count.wait_for(1);
   CHECK_EQ(limit(a, "max_header_bytes").refused, 1u);
   CHECK_EQ(limit(a, "max_message_bytes").refused, 1u);
-  a.on_custom = [&](WorkItem& item) { a.answer(item, std::string(10'001, 'x')); };
+  {
+    std::lock_guard lock(a.mutex);
+    a.on_custom = [&](WorkItem& item) { a.answer(item, std::string(10'001, 'x')); };
+  }
   b.call(0, {.tag = kCustom});
   CHECK_EQ(limit(a, "max_header_bytes").refused, 2u);
   CHECK_EQ(limit(b, "max_header_bytes").refused, 0u);

@@ -409,12 +409,13 @@ class Receiver:
             is_open = not self._has_ended and self._error is None
             if not self._is_pulling:
                 self._streams.receivers.pop(self._number, None)
-            # A thread that waits for one of these polls the network, and looks for nothing else.
             futures: tuple[CallFuture[Any] | None, ...] = (self._flush, self._pull)
-            is_awaited = self._reader is not None and not self.is_async
+            # A thread that waits for one of these polls the network, and checks for nothing else. And before the first
+            # item, the request may wait for a thread of the callee, or its function may ask whether it is canceled.
+            cancel = (self._reader is not None and not self.is_async) or not self._pulls
         if is_open:
             self._tell_closed()
-        for future in filter(None, futures if is_awaited else ()):
+        for future in filter(None, futures if cancel else ()):
             future.cancel()
 
     def _tell_closed(self) -> None:

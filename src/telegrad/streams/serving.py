@@ -84,6 +84,8 @@ def _open(
     else:
         raise _not_an_iterator(iterator, label, scope.worker)
     streams.add(producer)
+    if scope.worker.engine.is_canceled(scope.connection, scope.call):
+        producer.close()  # the notification of the reader's close may have come before the stream was open
     return producer.pull(1)
 
 
