@@ -373,3 +373,24 @@ def test_shutdown_abandons_coroutines_that_do_not_end(
         gate.open()  # then its thread ends too
         with pytest.raises(WorkerLost):
             call.wait()
+
+
+def call_while_closing() -> None:
+    """Make a call on a worker that closes and can still reply."""
+    scope = current.get()
+    assert scope is not None
+    scope.worker.closed = True
+    rpc.rpc_sync("w0", abs, (-1,))
+
+
+def test_calls_of_a_worker_that_leaves_fail_with_its_loss() -> None:
+    """Its handlers get NotInitialized, which would say that the caller is in no group."""
+    with cluster(2, graceful=False) as w, w[0]:
+        rpc.rpc_sync("w1", abs, (-1,))
+        future = rpc.rpc_async("w1", call_while_closing)
+        leaving = w[1]._worker
+        eventually(lambda: leaving.closed and not leaving.engine.stats()["running_requests"])
+        leaving.closed = False
+        w[1].shutdown(graceful=False)
+        with pytest.raises(WorkerLost):
+            future.wait()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from telegrad._core import Request
-from telegrad.errors import Cancelled, MessageTooLarge, Overloaded, SerializationError, is_drop_in
+from telegrad.errors import Cancelled, MessageTooLarge, NotInitialized, Overloaded, SerializationError, is_drop_in
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.exceptions import describe_exception, pack_exception
 from telegrad.serialize.program_pickler import ByPickler
@@ -341,6 +341,8 @@ class Handlers:
 
     def fail(self, info: RequestInfo, error: BaseException) -> None:
         """Reply with an exception."""
+        if isinstance(error, NotInitialized) and self.worker.closed:
+            return  # the caller gets WorkerLost: this worker is leaving, not the caller
         packed = pack_exception(error, self._info, self.messages.gate)
         if len(packed) > ALWAYS_TAKEN and len(packed) > (limit := self.engine.largest_body(info.connection)):
             packed = pack_exception(
