@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from telegrad.autograd.api import _is_valid_context
 from telegrad.optim import owner as on_owner
 from telegrad.optim.ask import ask
 from telegrad.optim.distributed import DistributedOptimizer
@@ -38,7 +39,8 @@ def clip_grad_norm_(
         process; 0 without gradients.
 
     Raises:
-        RuntimeError: the norm is not finite, with `error_if_nonfinite`; or an owner is lost.
+        RuntimeError: "Could not find autograd context with id: ..."; the norm is not finite, with
+            `error_if_nonfinite`; or an owner is lost.
 
     Example::
 
@@ -50,6 +52,8 @@ def clip_grad_norm_(
             optimizer.step(context_id)
     """
     norm_type = float(norm_type)
+    if context_id is not None:
+        _is_valid_context(context_id)
     if isinstance(parameters, DistributedOptimizer):
         norms = parameters._norms(context_id, norm_type)
         places: dict[int, list[int]] = {}

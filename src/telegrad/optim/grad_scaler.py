@@ -56,6 +56,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         with self._in_context(context_id):
             super().unscale_(optimizer)
+        if self.is_enabled():
+            self._per_optimizer_states[id(optimizer)]["context_id"] = context_id
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients unless `unscale_` has, and step if all are finite.
@@ -68,11 +70,18 @@ class GradScaler(torch.amp.GradScaler):
             The result of the optimizer's `step`; None without a step.
 
         Raises:
-            RuntimeError: it has been called for this optimizer since the last `update`, or an owner is lost.
+            RuntimeError: it has been called for this optimizer since the last `update`, `unscale_` got another context,
+                or an owner is lost.
         """
         context_id = args[0] if args else kwargs.get("context_id")
         if not isinstance(optimizer, DistributedOptimizer) or not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
+        unscaled = self._per_optimizer_states[id(optimizer)].get("context_id", context_id)
+        if unscaled != context_id:
+            raise RuntimeError(
+                f"step() is for {_gradients_of(context_id)}, but unscale_() has unscaled {_gradients_of(unscaled)} since"
+                " the last update(). Give both the same context_id."
+            )
         with self._in_context(context_id):
             return super().step(optimizer, *args, **kwargs)
 
@@ -91,6 +100,10 @@ class GradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found = optimizer._unscale(self._context_id, inv_scale.item())
         return {found_inf.device: found_inf.fill_(float(found))}
+
+
+def _gradients_of(context_id: int | None) -> str:
+    return "the .grad of the parameters" if context_id is None else f"the gradients of context {context_id}"
 
 
 def _refuse_remote(unscale: Callable[..., None]) -> Callable[..., None]:
