@@ -113,6 +113,29 @@ def test_errors_of_code_that_runs_at_the_sender_come_at_their_place(chunk: int) 
             next(results)
 
 
+failures = itertools.count()
+
+
+def fail_at_first(x: int) -> int:
+    if x == 3 and next(failures) % 3 < 2:
+        raise ConnectionError("try again")
+    return x
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("chunk", [1, 2, 10])
+def test_errors_of_the_function_that_the_retry_covers(chunk: int, ordered: bool) -> None:
+    retry = rpc.Retry(attempts=3, backoff=0.001, on=(ConnectionError,))
+    results = rpc.map("w1", fail_at_first, range(6), chunk=chunk, ordered=ordered, retry=retry)
+    assert sorted(results) == list(range(6))
+    results = rpc.map("w1", fail_at_first, range(6), chunk=chunk, retry=rpc.Retry(attempts=2, on=(ConnectionError,)))
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ConnectionError, match="try again") as raised:
+        next(results)
+    assert notes(raised.value).endswith("at item 3")
+    next(failures)  # the next case begins with two failures
+
+
 def test_a_result_that_cannot_be_sent() -> None:
     with pytest.raises(SerializationError, match="lock") as raised:
         list(rpc.map("w1", lambda _: threading.Lock(), range(3), chunk=3))

@@ -107,8 +107,8 @@ def map(
         timeout: limit in seconds for each chunk, its time in the worker's queue included; -1 is the worker's default,
             0 no limit.
         retry: sends a chunk again because its worker is lost: at once to another worker, or if none is left to the same
-            one, after the pauses of the `telegrad.rpc.Retry`. The lost worker may have run some of the items, so
-            ``func`` must be idempotent.
+            one, after the pauses of the `telegrad.rpc.Retry`; and because ``func`` has raised an error that its `on`
+            covers. The worker may have run some of the items, so ``func`` must be idempotent.
         progress: show a progress bar, with the package ``rich`` or else ``tqdm``.
 
     Returns:
@@ -353,6 +353,18 @@ class _Mapping:
         )
         self._follow(chunk, callee, future)
 
+    def _repeat(self, chunk: _Chunk, callee: _Callee) -> None:
+        """Send a chunk to its worker again, after a pause."""
+        assert self._retry is not None
+        pause = self._retry.pause(self._retry.attempts - chunk.retries)
+        chunk.retries -= 1
+        arguments = (self._function, chunk.items, self._worker.info.id)
+        once = dataclasses.replace(self._retry, attempts=1)
+        future = start_retrying(
+            self._worker, callee.info.name, run_chunk, arguments, None, self._timeout, once, once=False, pause=pause
+        )
+        self._follow(chunk, callee, future)
+
     # ---- completions
 
     def _next_done(self) -> _Chunk:
@@ -389,6 +401,11 @@ class _Mapping:
             if error is None:
                 callee.lost = False  # it may have come back
                 callee.adapt(future.value())
+                packed = future.value()[2] if chunk.retries else None
+                if packed is not None and self._retry is not None:
+                    error = unpack_exception(packed, self._worker.messages.gate)
+                    if self._retry.covers(error):  # raised by the function
+                        self._repeat(chunk, callee)
                 continue
             if isinstance(error, WorkerLost) and not isinstance(error, RemoteError):
                 callee.lost = True
