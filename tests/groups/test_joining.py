@@ -1,5 +1,6 @@
 """A newcomer connects to the live members before it joins."""
 
+import dataclasses
 import socket
 import threading
 import time
@@ -96,9 +97,9 @@ def test_join_does_not_wait_for_a_busy_member() -> None:
 
 
 def test_workers_that_have_left_make_room(caplog: pytest.LogCaptureFixture) -> None:
-    with cluster(1, Options(max_peers=2, rpc_timeout=30), store=HashStore(), dynamic=True) as group:
+    with cluster(1, dataclasses.replace(QUICK, max_peers=2), store=HashStore(), dynamic=True) as group:
         for number in range(5):
-            guest = Worker(f"guest{number}", options=Options(rpc_timeout=30), store=group.store)
+            guest = Worker(f"guest{number}", options=QUICK, store=group.store)
             assert guest.rpc_sync("w0", abs, (-1,)) == 1
             if number == 0:
                 with pytest.raises(TelegradError, match="refused by the peer"):

@@ -13,7 +13,7 @@ def worker_with_peer(incarnation: int) -> tuple[MemberChanges, MagicMock]:
     parts = MagicMock()
     parts.members.get.return_value = SimpleNamespace(id=1, incarnation=incarnation)
     changes = MemberChanges()
-    changes.info, changes.host, changes.options = WorkerInfo("w0", 0), "here", Options()
+    changes.info, changes.host, changes.options = WorkerInfo("w0", 0), "here", Options(transports=("shm",))
     for name in ("engine", "members", "membership", "references", "remembered_runs", "autograd", "shutdown"):
         setattr(changes, name, getattr(parts, name))
     return changes, parts

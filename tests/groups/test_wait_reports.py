@@ -258,9 +258,10 @@ def test_few_queries_find_the_missing_ranks() -> None:
 def test_member_that_is_silent(log_lines: Callable[[], list[str]], caplog: pytest.LogCaptureFixture) -> None:
     """A newcomer reports the member whose connection it awaits."""
     store = dist.HashStore()  # type: ignore[attr-defined]
-    with cluster(1, Options(member_lease=2.0), store=store, dynamic=True) as group, silent_address() as address:
+    options = Options(member_lease=2.0, transports=("tcp",))
+    with cluster(1, options, store=store, dynamic=True) as group, silent_address() as address:
         add_member(store, group[0], "mute", address)
-        joined = Worker("w1", options=Options(member_lease=2.0, transports=("tcp",)), store=store)
+        joined = Worker("w1", options=options, store=store)
         joined.shutdown(timeout=30)
     assert re.match(r"w1 is waiting for a connection to .*mute \(rank 5\) since ", log_lines()[0])
     assert "worker w1 joins without a connection to worker mute, which neither answers nor renews" in caplog.text

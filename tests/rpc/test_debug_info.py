@@ -96,7 +96,8 @@ def test_calls_without_a_reply(clean: Cluster) -> None:
 
 def test_calls_that_wait() -> None:
     gate = Gate()
-    with cluster(2, rpc.Options(num_worker_threads=1, request_window_bytes=20_000)) as group, socket.socket() as silent:
+    options = rpc.Options(num_worker_threads=1, request_window_bytes=20_000, transports=("shm", "tcp"))
+    with cluster(2, options) as group, socket.socket() as silent:
         first = rpc.rpc_async("w1", gate.enter, timeout=60)
         assert gate.entered.acquire(timeout=10)
         threads = [threading.Thread(target=group[0].rpc_sync, args=("w1", len, (b"x" * 15_000,))) for _ in range(2)]
