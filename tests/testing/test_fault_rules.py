@@ -354,7 +354,8 @@ def let_leave() -> None:
 
 def member_of_faulty_group(rank: int, n: int, init_method: str, plan: str) -> list[tuple[str, str, str]]:
     os.environ["TELEGRAD_FAULTS"] = plan
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=Options(init_method=init_method))
+    options = Options(init_method=init_method, transports=("shm",))  # whose sessions do not outlive a cut
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
     applied: list[tuple[str, str, str]] = []
     if rank == 0:
         with pytest.raises(WorkerLost):
