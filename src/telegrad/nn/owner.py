@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.autograd.consistency.saved_tensors import between_steps
+from telegrad.errors import NotExposed
+from telegrad.nn.method_names import method_names
 from telegrad.rref import RRef
+from telegrad.worker import Worker
 from telegrad.worker.calls.callables import callee_of
 
 __all__ = [
@@ -105,9 +108,10 @@ def parameters_of(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parame
     return [RRef(parameter) for parameter in _method_of(module, "parameters")(recurse)]
 
 
-def submodule_of(module: RRef[nn.Module], target: str) -> RRef[nn.Module]:
-    """Return a reference to a submodule."""
-    return RRef(_method_of(module, "get_submodule")(target))
+def submodule_of(module: RRef[nn.Module], target: str) -> tuple[RRef[nn.Module], tuple[str, ...]]:
+    """Return a reference to a submodule, and the names of its methods."""
+    found = _method_of(module, "get_submodule")(target)
+    return RRef(found), _methods_of(module.worker, found)
 
 
 def change(module: RRef[nn.Module], method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
@@ -162,19 +166,45 @@ class AttributeInfo(IntEnum):
     VALUE = 4
 
 
-def read_member(module: RRef[nn.Module], name: str) -> tuple[int, Any]:
-    """Return the kind of an attribute, and its value if it is a plain one."""
-    value = module.local_value()
+def read_member(
+    module: RRef[nn.Module], name: str, with_methods: bool = False
+) -> tuple[int, Any, tuple[str, ...] | None]:
+    """Return an attribute: its kind, a plain value, and the names of methods.
+
+    Args:
+        with_methods: return the names of the methods that the module has by its class and that this worker exposes;
+            otherwise None.
+    """
+    value, worker = module.local_value(), module.worker
+    methods = _methods_of(worker, value) if with_methods else None
     try:
-        member = module.worker.handlers.exposure.read(value, name)
+        member = worker.handlers.exposure.read(value, name)
     except AttributeError:
         if hasattr(type(value), name):  # a property raised the error
             raise
-        return AttributeInfo.MISSING, type(value).__name__
+        return AttributeInfo.MISSING, type(value).__name__, methods
+    kind = _kind_of(member)
+    return kind, member if kind == AttributeInfo.VALUE else None, methods
+
+
+def _kind_of(member: object) -> AttributeInfo:
     if isinstance(member, nn.Module):
-        return AttributeInfo.MODULE, None
+        return AttributeInfo.MODULE
     if isinstance(member, Tensor):
-        return AttributeInfo.TENSOR, None
-    if callable(member) and not isinstance(member, type):
-        return AttributeInfo.METHOD, None
-    return AttributeInfo.VALUE, member
+        return AttributeInfo.TENSOR
+    return AttributeInfo.METHOD if callable(member) and not isinstance(member, type) else AttributeInfo.VALUE
+
+
+def _methods_of(worker: Worker, value: nn.Module) -> tuple[str, ...]:
+    """Return the names of exposed methods that a module has by its class.
+
+    A method that the module has replaced by a value is none.
+    """
+    return tuple(name for name in method_names(type(value)) if _is_exposed_method(worker, value, name))
+
+
+def _is_exposed_method(worker: Worker, value: nn.Module, name: str) -> bool:
+    try:
+        return _kind_of(worker.handlers.exposure.read(value, name)) == AttributeInfo.METHOD
+    except NotExposed:
+        return False
