@@ -3,7 +3,7 @@
 Each one takes a reference to the module, which this worker owns.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from copy import copy
 from enum import IntEnum
 from types import CoroutineType
@@ -23,6 +23,7 @@ __all__ = [
     "AttributeInfo",
     "change",
     "forward_on_device",
+    "items_on_device",
     "load_state",
     "make_module",
     "parameters_of",
@@ -69,6 +70,30 @@ def forward_on_device(module: RRef[nn.Module], device: str, keep: bool, args: ob
     if isinstance(result, CoroutineType):
         return _moved_later(result, keep)
     return result if keep else moved(result, _CPU)
+
+
+def items_on_device(module: RRef[nn.Module], device: str, keep: bool, args: object, kwargs: dict[str, object]) -> Any:
+    """Run a module, a generator, as `forward_on_device` does; return its items."""
+    items = forward_on_device(module, device, True, args, kwargs)
+    if keep:
+        return items
+    if hasattr(type(items), "__anext__"):
+        return _moved_async_items(items)
+    return _moved_items(items) if hasattr(type(items), "__next__") else items
+
+
+def _moved_items(items: Iterator[object]) -> Iterator[object]:
+    for item in items:
+        yield moved(item, _CPU)
+
+
+async def _moved_async_items(items: AsyncIterator[object]) -> AsyncIterator[object]:
+    try:
+        async for item in items:
+            yield moved(item, _CPU)
+    finally:
+        if isinstance(items, AsyncGenerator):
+            await items.aclose()
 
 
 async def _moved_later(result: Awaitable[object], keep: bool) -> object:

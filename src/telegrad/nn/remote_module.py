@@ -9,7 +9,7 @@ from torch import nn
 from telegrad import rpc
 from telegrad.nn import owner
 from telegrad.nn.method_names import class_made_by, method_names
-from telegrad.nn.module_method import ModuleMethod
+from telegrad.nn.module_method import ModuleMethod, forward_method, needs_moves
 from telegrad.nn.owner import AttributeInfo
 from telegrad.nn.placement import placement_of
 from telegrad.rpc.calls import Args, Kwargs
@@ -143,6 +143,7 @@ class RemoteModule(nn.Module):
 
     # ---- running the module
 
+    @forward_method
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the remote module, including its hooks, and wait for the result.
 
@@ -156,10 +157,10 @@ class RemoteModule(nn.Module):
 
         Hooks registered on this object do not run: only calling the object runs them.
         """
-        if torch.device(self.device).type in ("cpu", "meta"):
-            future: CallFuture[Any] = self.module_rref.rpc_async().__call__(*args, **kwargs)
-            return future
-        return self._async(owner.forward_on_device, self.device, self.is_device_map_set, args, kwargs)
+        if needs_moves(self.device):
+            return self._async(owner.forward_on_device, self.device, self.is_device_map_set, args, kwargs)
+        future: CallFuture[Any] = self.module_rref.rpc_async().__call__(*args, **kwargs)
+        return future
 
     def _async(self, function: Callable[..., R], *args: object) -> CallFuture[R]:
         return rpc.rpc_async(self.module_rref.owner_id, function, (self.module_rref, *args))

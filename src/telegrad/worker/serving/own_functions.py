@@ -37,6 +37,7 @@ OWN_FUNCTIONS: Final[dict[str, str]] = {
     # remote modules
     f"{_MODULE}:make_module": "checks the class",
     f"{_MODULE}:forward_on_device": "checks that the value may be called",
+    f"{_MODULE}:items_on_device": "checks that the value may be called",
     f"{_MODULE}:parameters_of": "calls `parameters` of the module, and returns references",
     f"{_MODULE}:submodule_of": "calls `get_submodule` of the module, and returns a reference and names",
     f"{_MODULE}:change": "checks the method, unless it is one of METHODS_OF_MODULES",
