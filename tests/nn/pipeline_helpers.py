@@ -46,13 +46,14 @@ def step_here(
     target: Tensor,
     micro_batches: int = 1,
     loss_fn: Callable[[Any, Any], Tensor] = F.mse_loss,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Tensor:
     """Run the passes of a batch in this process, one micro-batch after the other."""
     sizes = divide(len(x), micro_batches)
     losses = []
     for part, expected in zip(torch.split(x, list(sizes)), torch.split(target, list(sizes)), strict=True):
         loss = loss_fn(model(part), expected) * (len(part) / len(x))
-        loss.backward()
+        (loss if scaler is None else scaler.scale(loss)).backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
 

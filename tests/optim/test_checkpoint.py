@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from model_helpers import Local, Run
 from torch import nn, optim
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, load_checkpoint
@@ -90,6 +91,34 @@ def test_a_local_model_and_optimizer_load_it(tmp_path: Path) -> None:
     assert local.train(theirs, 2) == run.train(1)[0]
     for mine, expected in zip(local.values(), run.model.values(), strict=True):
         assert torch.equal(mine, expected)
+
+
+@pytest.fixture
+def group_of_two() -> Iterator[None]:
+    """A process group of torch with another process, which takes no part."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("clean", "group_of_two")
+def test_one_process_of_a_group_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_for_the_other(*_: Any, **__: Any) -> None:
+        raise AssertionError("a collective of the group would wait for the other process")
+
+    for name in ("gather_object", "scatter_object_list", "broadcast_object_list", "all_gather_object", "barrier"):
+        monkeypatch.setattr(torch.distributed, name, wait_for_the_other)
+    run = Run(("w1", "w2"))
+    run.train(2)
+    dcp.save(run.state, checkpoint_id=tmp_path, no_dist=True)
+    expected = run.train(2)
+    again = Run(("w2", "w3"))
+    state = again.state
+    with pytest.raises(AssertionError, match="would wait for the other process"):
+        load_checkpoint(again.state, checkpoint_id=tmp_path)
+    load_checkpoint(state, checkpoint_id=tmp_path, no_dist=True)
+    again.count = state["count"]
+    assert again.train(2) == expected
 
 
 class WithoutState:

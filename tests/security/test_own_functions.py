@@ -73,7 +73,7 @@ def test_methods_of_the_program_are_not_those_of_torch(group: Any) -> None:
     for target in ("secret", "none", "layer.secret", "layer.0.weight", "layer.__class__"):
         with pytest.raises(AttributeError, match=f"has no submodule `{target.rpartition('.')[2]}`"):
             rpc.rpc_sync("w1", owner.submodule_of, (value, target))
-    assert rpc.rpc_sync("w1", owner.submodule_of, (value, "layer.0"))._get_type() is nn.Linear
+    assert rpc.rpc_sync("w1", owner.submodule_of, (value, "layer.0"))[0]._get_type() is nn.Linear
     assert rpc.rpc_sync("w1", owner.change, (value, "double", (), {})) == "cpu"
     assert not ran
 

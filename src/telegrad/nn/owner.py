@@ -3,7 +3,7 @@
 Each one takes a reference to the module, which this worker owns.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from copy import copy
 from enum import IntEnum
 from types import CoroutineType
@@ -13,13 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.autograd.consistency.saved_tensors import between_steps
+from telegrad.errors import NotExposed
+from telegrad.nn.method_names import method_names
 from telegrad.rref import RRef
+from telegrad.worker import Worker
 from telegrad.worker.calls.callables import callee_of
 
 __all__ = [
     "AttributeInfo",
     "change",
     "forward_on_device",
+    "items_on_device",
     "load_state",
     "make_module",
     "parameters_of",
@@ -68,6 +72,30 @@ def forward_on_device(module: RRef[nn.Module], device: str, keep: bool, args: ob
     return result if keep else moved(result, _CPU)
 
 
+def items_on_device(module: RRef[nn.Module], device: str, keep: bool, args: object, kwargs: dict[str, object]) -> Any:
+    """Run a module, a generator, as `forward_on_device` does; return its items."""
+    items = forward_on_device(module, device, True, args, kwargs)
+    if keep:
+        return items
+    if hasattr(type(items), "__anext__"):
+        return _moved_async_items(items)
+    return _moved_items(items) if hasattr(type(items), "__next__") else items
+
+
+def _moved_items(items: Iterator[object]) -> Iterator[object]:
+    for item in items:
+        yield moved(item, _CPU)
+
+
+async def _moved_async_items(items: AsyncIterator[object]) -> AsyncIterator[object]:
+    try:
+        async for item in items:
+            yield moved(item, _CPU)
+    finally:
+        if isinstance(items, AsyncGenerator):
+            await items.aclose()
+
+
 async def _moved_later(result: Awaitable[object], keep: bool) -> object:
     """Await the result of a module with an ``async def forward``."""
     value = await result
@@ -105,9 +133,10 @@ def parameters_of(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parame
     return [RRef(parameter) for parameter in _method_of(module, "parameters")(recurse)]
 
 
-def submodule_of(module: RRef[nn.Module], target: str) -> RRef[nn.Module]:
-    """Return a reference to a submodule."""
-    return RRef(_method_of(module, "get_submodule")(target))
+def submodule_of(module: RRef[nn.Module], target: str) -> tuple[RRef[nn.Module], tuple[str, ...]]:
+    """Return a reference to a submodule, and the names of its methods."""
+    found = _method_of(module, "get_submodule")(target)
+    return RRef(found), _methods_of(module.worker, found)
 
 
 def change(module: RRef[nn.Module], method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
@@ -162,19 +191,45 @@ class AttributeInfo(IntEnum):
     VALUE = 4
 
 
-def read_member(module: RRef[nn.Module], name: str) -> tuple[int, Any]:
-    """Return the kind of an attribute, and its value if it is a plain one."""
-    value = module.local_value()
+def read_member(
+    module: RRef[nn.Module], name: str, with_methods: bool = False
+) -> tuple[int, Any, tuple[str, ...] | None]:
+    """Return an attribute: its kind, a plain value, and the names of methods.
+
+    Args:
+        with_methods: return the names of the methods that the module has by its class and that this worker exposes;
+            otherwise None.
+    """
+    value, worker = module.local_value(), module.worker
+    methods = _methods_of(worker, value) if with_methods else None
     try:
-        member = module.worker.handlers.exposure.read(value, name)
+        member = worker.handlers.exposure.read(value, name)
     except AttributeError:
         if hasattr(type(value), name):  # a property raised the error
             raise
-        return AttributeInfo.MISSING, type(value).__name__
+        return AttributeInfo.MISSING, type(value).__name__, methods
+    kind = _kind_of(member)
+    return kind, member if kind == AttributeInfo.VALUE else None, methods
+
+
+def _kind_of(member: object) -> AttributeInfo:
     if isinstance(member, nn.Module):
-        return AttributeInfo.MODULE, None
+        return AttributeInfo.MODULE
     if isinstance(member, Tensor):
-        return AttributeInfo.TENSOR, None
-    if callable(member) and not isinstance(member, type):
-        return AttributeInfo.METHOD, None
-    return AttributeInfo.VALUE, member
+        return AttributeInfo.TENSOR
+    return AttributeInfo.METHOD if callable(member) and not isinstance(member, type) else AttributeInfo.VALUE
+
+
+def _methods_of(worker: Worker, value: nn.Module) -> tuple[str, ...]:
+    """Return the names of exposed methods that a module has by its class.
+
+    A method that the module has replaced by a value is none.
+    """
+    return tuple(name for name in method_names(type(value)) if _is_exposed_method(worker, value, name))
+
+
+def _is_exposed_method(worker: Worker, value: nn.Module, name: str) -> bool:
+    try:
+        return _kind_of(worker.handlers.exposure.read(value, name)) == AttributeInfo.METHOD
+    except NotExposed:
+        return False

@@ -1,6 +1,6 @@
 """Module on another worker, used like a local one."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
@@ -8,16 +8,19 @@ from torch import nn
 
 from telegrad import rpc
 from telegrad.nn import owner
+from telegrad.nn.method_names import class_made_by, method_names
+from telegrad.nn.module_method import ModuleMethod, forward_method, needs_moves
 from telegrad.nn.owner import AttributeInfo
 from telegrad.nn.placement import placement_of
 from telegrad.rpc.calls import Args, Kwargs
 from telegrad.rref import RRef
-from telegrad.streams.stream import Stream
+from telegrad.rref.description import known_class
 from telegrad.worker import Worker
 from telegrad.worker.calls.callables import checked_arguments
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.messages import is_serializing
 from telegrad.worker.default_worker import current_worker
+from telegrad.worker.serving.event_loop import check_blocking
 
 __all__ = ["PICKLE", "RemoteModule", "refuse"]
 
@@ -27,7 +30,7 @@ PICKLE = "Cannot pickle RemoteModule in python pickler. RemoteModule can only be
 _REFUSED = "Method ``{}`` not supported for RemoteModule"
 _INSTEAD = {"parameters": ". Please use ``remote_parameters`` instead."}
 _METADATA = "of the remote module"
-_SENT = ("on", "device", "is_device_map_set", "is_scriptable", "training", "module_rref")
+_SENT = ("on", "device", "is_device_map_set", "is_scriptable", "training", "module_rref", "_remote_methods")
 
 
 def refuse(name: str, why: str = "") -> NoReturn:
@@ -85,6 +88,7 @@ class RemoteModule(nn.Module):
     is_scriptable: bool
     is_device_map_set: bool
     module_rref: RRef[nn.Module]
+    _remote_methods: Sequence[str] | None = None  # the methods by the class of the module; None if it is unknown
 
     def __init__(
         self,
@@ -96,6 +100,7 @@ class RemoteModule(nn.Module):
         super().__init__()
         self._place(remote_device, _worker().info.name)
         self._make(module_cls, args, kwargs, None)
+        self._remote_methods = _methods_of(class_made_by(module_cls))
 
     def _place(self, remote_device: str | torch.device, otherwise: str) -> None:
         """Set the module's location; `otherwise` is the default worker."""
@@ -126,6 +131,7 @@ class RemoteModule(nn.Module):
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._adopt(remote_device, module_rref)
+        made._remote_methods = _methods_of(class_made_by(known_class(module_rref)))
         named, real = _worker().members.resolve(made.on), module_rref.owner()
         if named.id != real.id:
             raise ValueError(f"the module of {module_rref!r} is on worker {real.name}, not on {named.name}")
@@ -137,6 +143,7 @@ class RemoteModule(nn.Module):
 
     # ---- running the module
 
+    @forward_method
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the remote module, including its hooks, and wait for the result.
 
@@ -150,10 +157,10 @@ class RemoteModule(nn.Module):
 
         Hooks registered on this object do not run: only calling the object runs them.
         """
-        if torch.device(self.device).type in ("cpu", "meta"):
-            future: CallFuture[Any] = self.module_rref.rpc_async().__call__(*args, **kwargs)
-            return future
-        return self._async(owner.forward_on_device, self.device, self.is_device_map_set, args, kwargs)
+        if needs_moves(self.device):
+            return self._async(owner.forward_on_device, self.device, self.is_device_map_set, args, kwargs)
+        future: CallFuture[Any] = self.module_rref.rpc_async().__call__(*args, **kwargs)
+        return future
 
     def _async(self, function: Callable[..., R], *args: object) -> CallFuture[R]:
         return rpc.rpc_async(self.module_rref.owner_id, function, (self.module_rref, *args))
@@ -168,9 +175,18 @@ class RemoteModule(nn.Module):
         try:
             return super().__getattr__(name)  # a module or parameter of this object
         except AttributeError:
-            kind, value = self._sync(owner.read_member, name)
+            pass
+        if self._remote_methods is not None and name in self._remote_methods:
+            return ModuleMethod(self, name)
+        check_blocking(
+            f"reading {name!r} of a remote module, from the owner,",
+            f"`await module.module_rref.call().{name}(...)` for a method, and read values in an ordinary function",
+        )
+        kind, value, methods = self._sync(owner.read_member, name, self._remote_methods is None)
+        if self._remote_methods is None:
+            self._remote_methods = methods
         if kind == AttributeInfo.METHOD:
-            return _Method(self, name)
+            return ModuleMethod(self, name)
         if kind == AttributeInfo.VALUE:
             return value
         mine = type(self).__name__
@@ -210,7 +226,7 @@ class RemoteModule(nn.Module):
         made = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(made)
         made.__dict__.update({name: getattr(self, name) for name in _SENT})
-        made.module_rref = self._sync(owner.submodule_of, target)
+        made.module_rref, made._remote_methods = self._sync(owner.submodule_of, target)
         return made
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -371,45 +387,16 @@ for _name in (*_RETURN_SELF, *_RETURN_NONE):
     _add_method(_name, _name in _RETURN_SELF)
 
 
-class _Method:
-    """Method of a remote module; a call runs on the owner and returns the result."""
-
-    def __init__(self, module: RemoteModule, name: str) -> None:
-        self._module = module
-        self._name = name
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        return getattr(self._module.module_rref.rpc_sync(), self._name)(*args, **kwargs)
-
-    def rpc_async(self, *args: object, **kwargs: object) -> CallFuture[Any]:
-        """Call the method; return a future."""
-        future: CallFuture[Any] = getattr(self._module.module_rref.rpc_async(), self._name)(*args, **kwargs)
-        return future
-
-    async def call(self, *args: object, **kwargs: object) -> Any:
-        """Call the method as a coroutine."""
-        return await self.rpc_async(*args, **kwargs)
-
-    def remote(self, *args: object, **kwargs: object) -> RRef[Any]:
-        """Call the method; the owner keeps the result. Return a reference to it."""
-        result: RRef[Any] = getattr(self._module.module_rref.remote(), self._name)(*args, **kwargs)
-        return result
-
-    def stream(self, *args: object, **kwargs: object) -> Stream[Any]:
-        """Call the method, a generator; return the stream of its items."""
-        stream: Stream[Any] = getattr(self._module.module_rref.stream(), self._name)(*args, **kwargs)
-        return stream
-
-    def __repr__(self) -> str:
-        return f"<method {self._name} of {self._module!r}>"
-
-
 def arrived(cls: type[RemoteModule], *sent: object) -> RemoteModule:
     """Create a remote module from its serialized form."""
     made = cls.__new__(cls)
     nn.Module.__init__(made)
     made.__dict__.update(zip(_SENT, sent, strict=True))
     return made
+
+
+def _methods_of(kind: type | None) -> Sequence[str] | None:
+    return None if kind is None else method_names(kind)
 
 
 def _worker() -> Worker:

@@ -20,6 +20,7 @@ def load_checkpoint(
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_reader: Any = None,
     process_group: Any = None,
+    no_dist: bool = False,
 ) -> None:
     """Load a checkpoint of ``torch.distributed.checkpoint`` onto workers.
 
@@ -34,6 +35,8 @@ def load_checkpoint(
         checkpoint_id: folder or other id of the checkpoint.
         storage_reader: reader of the checkpoint; by default, one for the folder.
         process_group: processes that load at the same time; see ``torch.distributed.checkpoint.load``.
+        no_dist: this process loads alone, although the program has a process group of torch. Without it, the processes
+            of the group wait until all of them load.
 
     Raises:
         ValueError: a name is not in the checkpoint, or an optimizer has other groups or parameters of other shapes.
@@ -67,9 +70,10 @@ def load_checkpoint(
     entries = {key: _empty(saved[key]) for key, path in paths.items() if path[0] in whole}
     others = {name: target for name, target in state.items() if name not in whole}
     both = {**others, **entries}
+    alone = {"no_dist": True} if no_dist else {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is a usual case
-        dcp.load(both, storage_reader=reader, process_group=process_group)  # type: ignore[attr-defined]
+        dcp.load(both, storage_reader=reader, process_group=process_group, **alone)  # type: ignore[attr-defined]
     loaded = unflatten_state_dict({key: both[key] for key in entries}, paths)
     state.update({name: both[name] for name in others})
     for name in whole:

@@ -39,7 +39,10 @@ def describe_type(part: object) -> str:
     kind = type(part)
     shown = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(part, (GeneratorType, AsyncGeneratorType)):
-        shown += ": call a generator function with rpc.stream instead, or send a list of the items"
+        shown += (
+            ": read its items with rpc.stream, rref.stream().method or, from a RemoteModule, module.forward.stream"
+            " instead, or send a list of the items"
+        )
     return shown
 
 

@@ -80,6 +80,7 @@ class LocalStep:
         self.gradients: dict[int, Values] = {}
         self.targets: list[object] | None = None
         self.weights: list[float] = []  # of the losses of micro-batches
+        self.scale: Tensor | None = None  # of the losses in backward passes, for mixed precision
         # What passes leave behind.
         self.saved: dict[int, _Saved] = {}
         self.times: list[tuple[int, int, float, float]] = []
@@ -154,7 +155,7 @@ class LocalStep:
             begin = time.monotonic()
             with handler_state(0, self.plan.autocast), torch.enable_grad():
                 loss = _checked_loss(loss_fn(saved.result, target)) * self.weights[i]
-            torch.autograd.backward([loss])
+            torch.autograd.backward([loss if self.scale is None else loss * self.scale.to(loss.device)])
             self.losses.append(_detached(loss))
         self._note(PassKind.BACKWARD, i, begin)
         return Outgoing(tuple(_gradient_of(value) for value in saved.inputs))

@@ -146,15 +146,30 @@ class Pipeline(nn.Module):
 
     @overload
     def step(
-        self, *inputs: object, target: object = ..., outputs: Literal[False] = ..., timeout: float = ...
+        self,
+        *inputs: object,
+        target: object = ...,
+        outputs: Literal[False] = ...,
+        scaler: torch.amp.GradScaler | None = ...,
+        timeout: float = ...,
     ) -> Tensor: ...
     @overload
     def step(
-        self, *inputs: object, target: object = ..., outputs: Literal[True], timeout: float = ...
+        self,
+        *inputs: object,
+        target: object = ...,
+        outputs: Literal[True],
+        scaler: torch.amp.GradScaler | None = ...,
+        timeout: float = ...,
     ) -> tuple[Tensor, Any]: ...
 
     def step(
-        self, *inputs: object, target: object = None, outputs: bool = False, timeout: float = _DEFAULT_TIMEOUT
+        self,
+        *inputs: object,
+        target: object = None,
+        outputs: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        timeout: float = _DEFAULT_TIMEOUT,
     ) -> Any:
         """Run the passes of a batch, and add the gradients to ``.grad``.
 
@@ -169,6 +184,8 @@ class Pipeline(nn.Module):
             target: second argument of ``loss_fn``, divided like the inputs: a tensor, or a tuple or list of tensors and
                 other values.
             outputs: also return the result of the last stage.
+            scaler: scales the loss of each micro-batch for its backward pass, so all gradients are scaled. The returned
+                loss is not. Let the same scaler step the optimizer: ``scaler.step(optimizer)``, ``scaler.update()``.
             timeout: limit in seconds for the step; -1 is the worker's default, 0 no limit.
 
         Returns:
@@ -179,7 +196,7 @@ class Pipeline(nn.Module):
         Raises:
             ValueError: the sizes of tensors differ, or are smaller than the number of micro-batches; the pipeline has
                 no ``loss_fn``.
-            TypeError: the target is a dict or a set, or has a container inside.
+            TypeError: the target is a dict or a set, or has a container inside; the scaler is no ``GradScaler``.
             RuntimeError: another step of this pipeline is running; a worker is lost (`WorkerLost`), or the timeout has
                 expired (`RpcTimeout`).
             errors of modules and of ``loss_fn``: of their original type and of RemoteError, with a note that names the
@@ -196,7 +213,8 @@ class Pipeline(nn.Module):
         if not self._trainable:
             raise ValueError("this pipeline has no loss_fn, so it is for inference only: call it instead of step")
         needs = tuple(isinstance(value, Tensor) and value.requires_grad for value in inputs)
-        loss, result, gradients = self._run(inputs, needs, target, True, outputs, timeout)
+        scale = None if scaler is None else _scale_of(scaler)
+        loss, result, gradients = self._run(inputs, needs, target, True, outputs, timeout, scale)
         run_backward(inputs, gradients)
         return (loss, result) if outputs else loss
 
@@ -231,6 +249,7 @@ class Pipeline(nn.Module):
         training: bool,
         outputs: bool,
         timeout: float,
+        scale: Tensor | None = None,
     ) -> tuple[Tensor | None, Any, Sequence[Tensor | None]]:
         """Run all passes; return the loss, the outputs and the gradients of the inputs."""
         begin = time.monotonic()
@@ -251,7 +270,7 @@ class Pipeline(nn.Module):
             plan = Plan(self._number, training, outputs, count, autocast)
             futures: list[CallFuture[Any]] = []
             try:
-                self._begin(futures, plan, inputs, needs, target, sizes, timeout)
+                self._begin(futures, plan, inputs, needs, target, sizes, scale, timeout)
                 results = [StageResult(*each) for each in rpc.wait_all(futures)[-len(self.stages) :]]
             except BaseException as error:
                 self._drop(futures, plan, error, timeout, begin)
@@ -269,6 +288,7 @@ class Pipeline(nn.Module):
         needs: tuple[bool, ...],
         target: object,
         sizes: tuple[int, ...],
+        scale: Tensor | None,
         timeout: float,
     ) -> None:
         """Send the batch, and ask all stages for their results."""
@@ -280,7 +300,7 @@ class Pipeline(nn.Module):
         send(self._rrefs[0], requests.feed, values, needs, sizes)
         if plan.training:
             weights = [size / sum(sizes) if self._reduction == "mean" else 1.0 for size in sizes]
-            send(self._rrefs[-1], requests.feed_targets, _detached(target), sizes, weights)
+            send(self._rrefs[-1], requests.feed_targets, _detached(target), sizes, weights, scale)
         for rref in self._rrefs:
             send(rref, requests.run_step, sizes)
 
@@ -390,6 +410,20 @@ def _check_reduction(reduction: str, loss_fn: object) -> None:
         raise ValueError(
             f"loss_fn has reduction={own!r}, but the pipeline has reduction={reduction!r}: pass the same to both"
         )
+
+
+def _scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
+    """Return the factor of a scaler, as it multiplies a loss; None if it is disabled.
+
+    Raises:
+        TypeError: it is no scaler.
+    """
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler has to be a GradScaler, such as telegrad.optim.GradScaler, and is {scaler!r}")
+    if not scaler.is_enabled():
+        return None
+    scaler.scale(torch.ones(()))  # the first use makes the scale, which its `step` requires
+    return torch.tensor(scaler.get_scale(), dtype=torch.float32)
 
 
 def _detached(value: object) -> object:

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from telegrad.nn.pipeline.local_step import LossFunction, Outgoing, Plan
 from telegrad.nn.pipeline.micro_batches import Values, split, split_target
@@ -143,9 +143,10 @@ def feed_targets(
     target: object,
     sizes: Sequence[int],
     weights: Sequence[float],
+    scale: Tensor | None,
 ) -> None:
-    """Give the last stage the targets of a batch."""
-    _stage(created_on, local_id).add_targets(Plan(*plan), split_target(target, sizes), weights)
+    """Give the last stage the targets of a batch, and the factors of its losses."""
+    _stage(created_on, local_id).add_targets(Plan(*plan), split_target(target, sizes), weights, scale)
 
 
 async def run_step(created_on: int, local_id: int, plan: PlanItems, sizes: Sequence[int]) -> tuple[object, ...]:

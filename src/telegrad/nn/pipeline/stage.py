@@ -96,11 +96,13 @@ class PipelineStage:
 
         self._deliver(plan, add)
 
-    def add_targets(self, plan: Plan, targets: Sequence[object], weights: Sequence[float]) -> None:
-        """Add the targets of all micro-batches and the weights of their losses."""
+    def add_targets(
+        self, plan: Plan, targets: Sequence[object], weights: Sequence[float], scale: torch.Tensor | None
+    ) -> None:
+        """Add the targets of all micro-batches, the weights and the scale of their losses."""
 
         def add(step: LocalStep) -> None:
-            step.targets, step.weights = list(targets), list(weights)
+            step.targets, step.weights, step.scale = list(targets), list(weights), scale
 
         self._deliver(plan, add)
 

@@ -37,12 +37,13 @@ OWN_FUNCTIONS: Final[dict[str, str]] = {
     # remote modules
     f"{_MODULE}:make_module": "checks the class",
     f"{_MODULE}:forward_on_device": "checks that the value may be called",
+    f"{_MODULE}:items_on_device": "checks that the value may be called",
     f"{_MODULE}:parameters_of": "calls `parameters` of the module, and returns references",
-    f"{_MODULE}:submodule_of": "calls `get_submodule` of the module, and returns a reference",
+    f"{_MODULE}:submodule_of": "calls `get_submodule` of the module, and returns a reference and names",
     f"{_MODULE}:change": "checks the method, unless it is one of METHODS_OF_MODULES",
     f"{_MODULE}:state_of": "calls `state_dict` of the module",
     f"{_MODULE}:load_state": "calls `load_state_dict` of the module",
-    f"{_MODULE}:read_member": "checks the attribute like a method",
+    f"{_MODULE}:read_member": "checks the attribute like a method; names only what it may read",
     # pipelines
     f"{_PIPELINE}:make_stage": "checks the loss function; the module exists",
     f"{_PIPELINE}:connect": "sets the neighbors of a stage; what is sent to them is fixed",
