@@ -20,7 +20,7 @@ from telegrad.group import hosting, probing, stores
 from telegrad.group.rendezvous import StoreGone
 from telegrad.group.store_waits import Part, find
 from telegrad.group.unix_store import LocalStore, UnixStoreServer, request_release
-from telegrad.rpc import Options
+from telegrad.rpc import Options, start
 from telegrad.testing import eventually
 from telegrad.waits import Wait
 
@@ -220,6 +220,21 @@ def test_another_user_is_rejected(port: int) -> None:
             os._exit(7)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def test_a_joiner_marks_no_failure_in_the_store_of_the_next_group(backing: Any) -> None:
+    """The store closes before the joiner uses it, and the next host has its address."""
+    number = free_port()
+    closing = UnixStoreServer(number)
+    closing.open(dist.HashStore())  # type: ignore[attr-defined]
+    store = Part("rpc_prefix_0", LocalStore("localhost", number, LONG))
+    closing.close()
+    following = UnixStoreServer(number)
+    following.open(backing)
+    with pytest.raises(StoreGone):
+        start.join(store, "w1", 1, 2, Options())
+    assert backing.num_keys() == 0
+    following.close()
 
 
 # ---- groups that use it
