@@ -17,8 +17,9 @@ from process_helpers import TIMEOUT, Actor, actors, call_many, join, shut_all_do
 
 from telegrad import rpc
 from telegrad.group import hosting, probing, stores
+from telegrad.group.group_store import C10dStore
 from telegrad.group.rendezvous import StoreGone
-from telegrad.group.store_waits import Part, find
+from telegrad.group.store_waits import Part, StoreUnresponsive, find
 from telegrad.group.unix_store import LocalStore, UnixStoreServer, request_release
 from telegrad.rpc import Options, start
 from telegrad.testing import eventually
@@ -235,6 +236,77 @@ def test_a_joiner_marks_no_failure_in_the_store_of_the_next_group(backing: Any) 
         start.join(store, "w1", 1, 2, Options())
     assert backing.num_keys() == 0
     following.close()
+
+
+class Silent:
+    """Store that replies to nothing until its end."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_: self.end.wait()
+
+
+def replace(server: UnixStoreServer, number: int, backing: Any) -> UnixStoreServer:
+    """Close a server and open that of another group at its port."""
+    server.close()
+    following = UnixStoreServer(number)
+    following.open(backing)
+    return following
+
+
+def test_after_a_timed_out_wait_a_client_uses_no_other_store(backing: Any) -> None:
+    number = free_port()
+    server = UnixStoreServer(number)
+    server.open(dist.HashStore())  # type: ignore[attr-defined]
+    store = LocalStore("localhost", number, LONG)
+    group = C10dStore(Part("part", store))
+    group.set("token", "first")
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["nothing"], BLINK)
+    server = replace(server, number, backing)
+    for _ in range(2):
+        with pytest.raises(StoreGone, match="has ended, and another one has its port"):
+            store.set("key", "1")
+    with pytest.raises(StoreGone):
+        group.get("token")
+    with pytest.raises(StoreGone, match="is not that of the group"):
+        group.reconnect(TIMEOUT, lambda found: found.check(["token"]))
+    assert backing.num_keys() == 0
+    backing.set("part/token", "second")
+    assert group.reconnect(TIMEOUT, lambda found: found.check(["token"]))
+    assert group.get("token") == "second"
+    server.close()
+
+
+def test_a_silent_host_is_not_a_missing_key(backing: Any) -> None:
+    number = free_port()
+    silent = Silent()
+    server = UnixStoreServer(number)
+    server.open(silent)  # type: ignore[arg-type]
+    store = LocalStore("localhost", number, BLINK)
+    group = C10dStore(store)
+    with pytest.raises(StoreUnresponsive, match=r"has not replied within 0\.05 s"):
+        group.set("key", "1")
+    silent.end.set()
+    server = replace(server, number, backing)
+    with pytest.raises(StoreGone, match="has ended"):
+        group.set("key", "1")
+    assert backing.num_keys() == 0
+    server.close()
+
+
+def test_a_client_of_the_hosts_process_keeps_the_store_after_a_reconnect() -> None:
+    port = free_port()
+    store: Any = hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), LONG)
+    again = store.connect_anew(TIMEOUT)
+    del store
+    request_release(port)
+    again.set("key", "1")
+    assert has(port, "key")
+    del again
+    hosting.latest.clear()
 
 
 # ---- groups that use it

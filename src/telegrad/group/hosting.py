@@ -97,9 +97,13 @@ class _Host:
         if self.server is None:
             return self.store
         store = LocalStore(address.host, address.port, timeout)
+        self.adopt(store)
+        return store
+
+    def adopt(self, store: LocalStore) -> None:
+        """Live as long as a store that a worker of this process uses."""
         store.keep_alive = self
         self._users.add(store)
-        return store
 
     def _release_port(self) -> bool:
         """Give up the port to another process, unless a worker still uses the store."""
