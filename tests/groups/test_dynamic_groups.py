@@ -131,9 +131,10 @@ def test_listening_addresses() -> None:
     with hosting.listen("127.0.0.1", 0) as first:  # type: ignore[union-attr]
         host, port = first.getsockname()
         assert host == "127.0.0.1"
-        assert hosting.listen("127.0.0.1", port) is None
-    with socket.create_server(("127.0.0.1", port)):
-        assert hosting.listen("127.0.0.1", port) is None
+        with pytest.raises(hosting.PortInUse):
+            hosting.listen("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(hosting.PortInUse):
+        hosting.listen("127.0.0.1", port)
 
 
 def test_torchruns_agent_hosts_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
