@@ -409,6 +409,28 @@ def test_another_process_hosts_the_next_group(three: list[Actor]) -> None:
     shut_all_down(three)
 
 
+@pytest.mark.parametrize("options", [{}, {"secret": "a secret of the group"}], ids=["", "secret"])
+@pytest.mark.parametrize("next_host", [0, 3], ids=["the process that has the store", "another process"])
+def test_a_new_process_finds_the_store_of_a_group_that_has_ended(
+    tmp_path: Path, next_host: int, options: dict[str, Any]
+) -> None:
+    """Rank 0 of the next group, in the same process or another one, joins after it."""
+    port = free_port()
+    where = f"tcp://127.0.0.1:{port}"
+    with actors(4, tmp_path, method="none") as group:
+        for _ in range(2):  # two groups, so that the new process has joined fewer than the host
+            before = [group[rank].begin(join, f"w{rank}", rank, 2, where, options) for rank in (0, 1)]
+            for step in before:
+                step.result()
+            shut_all_down(group[:2])
+        guest = group[2].begin(join, "w1", 1, 2, where, options)
+        eventually(lambda: guest.is_over or has(port, "rpc_prefix_2/member/1"), TIMEOUT)
+        group[next_host].do(join, "w0", 0, 2, where, options)
+        guest.result()
+        assert group[next_host].do(call_many, "w1", 2) == group[2].do(call_many, "w0", 2) == 2
+        shut_all_down([group[next_host], group[2]])
+
+
 def test_an_unused_store_makes_room_for_the_next() -> None:
     port = free_port()
     store = hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), LONG)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from telegrad.group import stores
-from telegrad.group.store_parts import Part, prefix_of
+from telegrad.group.store_parts import Part, join_open_part, prefix_of
 from telegrad.group.store_waits import StoreGone
 from telegrad.options import RpcBackendOptions
 
@@ -38,7 +38,7 @@ def join_at(
     Args:
         name, rank, world_size, ranks_needed: as for `stores.meet`.
         join: joins in a part of the store, with the rank and the world size that the address may have added. It is
-            called again if the store closes in the meantime.
+            called again if the store closes in the meantime, or if the group of the part has ended.
 
     Returns:
         The result of `join`.
@@ -61,7 +61,7 @@ def join_at(
             try:
                 if not prefix:  # the group keeps its prefix, at whichever store it meets
                     prefix = joining.enter_context(prefix_of(store, options.init_method, its_size, its_rank))
-                return join(Part(prefix, store), its_rank, its_size)
+                return join_open_part(store, prefix, join, its_rank, its_size)
             except StoreGone as e:
                 limit = round(until - time.monotonic(), 2)
                 if limit <= 0 or not stores.is_client(options, rank, world_size):

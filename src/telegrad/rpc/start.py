@@ -14,7 +14,7 @@ from telegrad.group.joining import join_at
 from telegrad.group.log import GroupLog
 from telegrad.group.reservation import reserve
 from telegrad.group.secret import given_secret
-from telegrad.group.store_parts import Part, prefix_of
+from telegrad.group.store_parts import Part, join_open_part, prefix_of
 from telegrad.group.store_waits import Store, StoreGone
 from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.protocols.leases import Timing
@@ -115,7 +115,7 @@ def init_rpc(
         join_at(name, options, rank, world_size, begin, ranks_needed=as_torch)
         return
     with prefix_of(store, f"store {id(store)}", world_size, rank) as prefix:
-        begin(Part(prefix, store), rank, world_size)
+        join_open_part(store, prefix, begin, rank, world_size)
 
 
 def _infer_backend(options: RpcBackendOptions | None) -> Any:
@@ -193,13 +193,13 @@ def join(
 
 @contextmanager
 def _failure_marked(store: Store, rank: int) -> Iterator[None]:
-    """Publish a failure in the block as that of a rank, unless the store is lost.
+    """Publish a failure in the block as that of a rank, unless the store is lost or its group has ended.
 
     The store of another group may have the address by now; that group must not fail.
     """
     try:
         yield
-    except StoreGone:
+    except (StoreGone, rendezvous.GroupEnded):
         raise
     except Exception as e:
         rendezvous.mark_failed(store, rank, str(e))
