@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from telegrad.group.etcd_client import EtcdClient
 from telegrad.group.store_waits import Store
+from telegrad.waits import Wait
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as _Store
@@ -58,6 +59,7 @@ class EtcdStore(_Store):
     Args:
         address: ``etcd://host:port/group``.
         timeout: Limit of waits for keys.
+        wait: Limit and log lines of the wait for etcd to start.
 
     Raises:
         ValueError: The address is incomplete.
@@ -66,7 +68,7 @@ class EtcdStore(_Store):
 
     timeout: timedelta  # an attribute of torch's class that its stub lacks
 
-    def __init__(self, address: str, timeout: timedelta) -> None:
+    def __init__(self, address: str, timeout: timedelta, wait: Wait) -> None:
         super().__init__()
         endpoints, group = endpoints_of(address)
         self.set_timeout(timeout)
@@ -74,7 +76,7 @@ class EtcdStore(_Store):
         self.prefix: str = f"telegrad/{group}/"
         self.host: str = endpoints[0][0]  # for messages, and for the address to listen on
         self.port: int = endpoints[0][1]
-        self.client.get(self.prefix)  # raises if etcd does not reply
+        self.client.wait_for_reply(wait)
 
     def make_group_store(self, prefix: str) -> "EtcdGroupStore":
         """Return the membership of the group in a part of this store."""

@@ -103,7 +103,8 @@ def meet(
     if urlparse(options.init_method).scheme == "etcd":
         from telegrad.group.etcd_store import EtcdStore
 
-        return EtcdStore(options.init_method, timeout), rank, world_size
+        waiter = name if rank < 0 else f"{name} (rank {rank})"
+        return EtcdStore(options.init_method, timeout, Wait(waiter, timeout.total_seconds())), rank, world_size
     store: Store | None
     if {"rank", "world_size"} & set(parse_qs(urlparse(options.init_method).query)):
         raise ValueError(
