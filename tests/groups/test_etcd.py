@@ -176,6 +176,18 @@ def test_incomplete_address(address: str) -> None:
         Worker("w", options=Options(init_method=address))
 
 
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("secret", [None, "a secret of the group"])
+def test_the_history_of_a_remote_etcd_keeps_the_random_secret(
+    where: str, remote: bool, secret: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if remote:
+        monkeypatch.setattr(etcd_store, "is_loopback", lambda _: False)
+    Worker("w0", 0, 1, Options(init_method=where, secret=secret)).shutdown()
+    is_logged = "the random secret of the group remains in the history of etcd at 127.0.0.1:" in caplog.text
+    assert is_logged == (remote and secret is None)
+
+
 def test_etcd_that_does_not_reply() -> None:
     port = free_port()
     with pytest.raises(EtcdGone, match=rf"etcd at 127.0.0.1:{port} did not reply within 0.2 s: .*refused"):

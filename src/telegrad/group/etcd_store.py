@@ -14,6 +14,7 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from telegrad.group.addresses import is_loopback
 from telegrad.group.etcd_client import EtcdClient
 from telegrad.group.store_waits import Store
 from telegrad.waits import Wait
@@ -77,6 +78,12 @@ class EtcdStore(_Store):
         self.host: str = endpoints[0][0]  # for messages, and for the address to listen on
         self.port: int = endpoints[0][1]
         self.client.wait_for_reply(wait)
+
+    @property
+    def remote_place(self) -> str:
+        """Return the endpoints if other machines may read there what this store has removed, otherwise ""."""
+        # Etcd keeps earlier values until it is compacted, which is not for one of its clients to do.
+        return "" if all(is_loopback(host) for host, _ in self.client.endpoints) else self.client.place
 
     def make_group_store(self, prefix: str) -> "EtcdGroupStore":
         """Return the membership of the group in a part of this store."""

@@ -19,7 +19,7 @@ from telegrad.errors import TelegradError
 from telegrad.group.group_store import GroupStore
 from telegrad.group.records import Group, Member, member_of, record_of, seat_of
 from telegrad.group.secret import key_of
-from telegrad.group.store_waits import Store, StoreGone, base_of, place_of, wait_for_keys, within
+from telegrad.group.store_waits import Store, StoreGone, base_of, place_of, wait_for_keys, whole_of, within
 from telegrad.protocols.membership import GroupView
 from telegrad.waits import Wait
 
@@ -218,6 +218,12 @@ def _forget_secret(store: Store, group: Group, world_size: int) -> None:
     if not group.shared_secret:
         return
     store.set(_AGREEMENT, json.dumps(_Agreement(True, world_size, group.token, "")._asdict()))
+    if place := getattr(whole_of(store)[0], "remote_place", ""):
+        logger.warning(
+            "the random secret of the group remains in the history of etcd at %s: any process that can read etcd may"
+            " become a member. Set TELEGRAD_SECRET (or the option secret) on all workers.",
+            place,
+        )
     base = base_of(store)
     if isinstance(base, FileStore):  # a file store appends and keeps old values
         path: str = base.path  # type: ignore[attr-defined]
