@@ -84,7 +84,7 @@ class _StartsLate(BaseHTTPRequestHandler):
 
 
 def test_a_worker_waits_for_etcd_to_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Etcd starts when the worker has logged that it waits, after the limit of a later request."""
+    """Etcd starts once the worker has logged that it waits."""
     monkeypatch.setattr(etcd_store, "_TIMEOUT", 0.2)
     monkeypatch.setattr(waits, "FIRST_LOG", 0.5)
     port = free_port()

@@ -90,7 +90,7 @@ def test_an_ended_group_takes_no_member_back_although_a_process_of_it_lives(
 
 
 def test_a_worker_joins_the_next_group_of_a_store_of_the_program() -> None:
-    """A process that has joined no group before finds the part of a group that has ended."""
+    """The process has joined no group before, so it finds the part of an ended one."""
     store = HashStore()
     ended = Part("rpc_prefix_7", store)
     rendezvous.mark_ended(C10dStore(ended), rendezvous.agree(ended, None, True, 2), 2, LIFETIME)

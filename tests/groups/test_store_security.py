@@ -116,7 +116,7 @@ def test_rank_0_shares_the_store_of_its_process_group(forget: None) -> None:
 def test_rank_0_at_an_address_of_another_machine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Torch's store listens on all addresses; a router may forward the address to this machine."""
+    """Torch's store listens on all addresses: a router may forward the other one."""
 
     def time_out(*where: Any, **given: Any) -> Any:
         assert given["master_listen_fd"] is None

@@ -300,7 +300,7 @@ def test_a_silent_host_is_not_a_missing_key(backing: Any) -> None:
 def test_a_client_of_the_hosts_process_keeps_the_store_after_a_reconnect() -> None:
     port = free_port()
     store: Any = hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), LONG)
-    again = store.connect_anew(TIMEOUT)
+    again = store.connect_again(TIMEOUT)
     del store
     request_release(port)
     again.set("key", "1")

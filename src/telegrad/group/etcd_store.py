@@ -81,8 +81,10 @@ class EtcdStore(_Store):
 
     @property
     def remote_place(self) -> str:
-        """Return the endpoints if other machines may read there what this store has removed, otherwise ""."""
-        # Etcd keeps earlier values until it is compacted, which is not for one of its clients to do.
+        """Return the endpoints if other machines may read their history, otherwise "".
+
+        Etcd keeps removed values until it is compacted, which is not for one of its clients to do.
+        """
         return "" if all(is_loopback(host) for host, _ in self.client.endpoints) else self.client.place
 
     def make_group_store(self, prefix: str) -> "EtcdGroupStore":

@@ -218,7 +218,7 @@ def _connected_again(store: Store, timeout: float) -> Store | None:
     base: Any = base_of(store)
     if isinstance(store, LocalStore):
         try:
-            return store.connect_anew(timeout)
+            return store.connect_again(timeout)
         except OSError as e:
             raise StoreGone(f"no store at {store.host}:{store.port}: {e}") from e
     clone: Callable[[], Store] | None = getattr(store, "clone", None)

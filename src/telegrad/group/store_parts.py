@@ -98,7 +98,7 @@ def join_open_part(
     rank: int,
     world_size: int | None,
 ) -> T:
-    """Join in the first part of a store, from that of `prefix_of` on, whose group has not ended.
+    """Join in the first part of a store, from a prefix on, that has no ended group.
 
     The process of rank 0 keeps its store after a group. A process that has joined fewer groups than that one, as it has
     started later, would find the parts of groups that have ended.

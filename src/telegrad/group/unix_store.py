@@ -9,8 +9,8 @@ The socket has an abstract name made from the port, which only one process of a 
 checks that the other belongs to the same user. A message is a byte for its kind, followed by fields with length
 prefixes. There are only the operations that a group uses. A read waits at the client for its key, as a `TCPStore` does.
 
-A server greets each client with its random id. A client whose connection has ended, as it does after each timeout,
-connects again with its next operation, but only to the same server: the next group's store may have the port by then.
+A server greets each client with its random id. A client drops its connection after each timeout, and connects again
+with its next operation, but only to the same server: the next group's store may have the port by then.
 
 The file is longer than others, because it has both ends of the protocol.
 """
@@ -383,7 +383,7 @@ class LocalStore(_Store):
         self._server = b""  # id of the server
         self._link: socket.socket | None = self._connect()
 
-    def connect_anew(self, seconds: float) -> "LocalStore":
+    def connect_again(self, seconds: float) -> "LocalStore":
         """Return a client of the server that has the port now.
 
         Args:

@@ -193,9 +193,9 @@ def join(
 
 @contextmanager
 def _failure_marked(store: Store, rank: int) -> Iterator[None]:
-    """Publish a failure in the block as that of a rank, unless the store is lost or its group has ended.
+    """Publish a failure in the block as that of a rank, unless the store is lost.
 
-    The store of another group may have the address by now; that group must not fail.
+    The store of another group may have the address by now; that group must not fail. Nor can one that has ended.
     """
     try:
         yield

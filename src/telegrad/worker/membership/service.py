@@ -32,7 +32,7 @@ from telegrad.group.lease import Lease, lease_key, value_of
 from telegrad.group.log import FellBehind, GroupLog
 from telegrad.group.process_identity import GONE, RUNNING, STOPPED, UNKNOWN, fate_of
 from telegrad.group.records import Member
-from telegrad.group.store_waits import StoreGone, StoreUnresponsive
+from telegrad.group.store_waits import StoreGone
 from telegrad.options import Options
 from telegrad.protocols.leases import Timing, Watch, to_observe
 from telegrad.protocols.membership import Change, Event, Joined, Leave, Lose, Lost
@@ -212,8 +212,6 @@ class MembershipService:
         with suppress(FellBehind):  # the group has removed it long ago
             try:
                 self._end(change)
-            except StoreUnresponsive:
-                raise
             except StoreGone:
                 if not (self._thread.is_alive() and self._outage.connect_again()):
                     raise
@@ -266,8 +264,6 @@ class MembershipService:
             except FellBehind as e:
                 self._worker.fence(str(e))
                 return
-            except StoreUnresponsive as e:
-                self._note_silence(e)
             except StoreGone as e:
                 self._end_refreshes()
                 pause = self._outage.reconnect(e)
@@ -277,7 +273,8 @@ class MembershipService:
             except NotInitialized:  # the worker closes
                 pass
             except RuntimeError as e:  # a timeout of the store
-                self._note_silence(e)
+                if not self._stopped:
+                    self._outage.note_silence(e)
             except Exception:  # the thread continues: without it, the others would lose this worker
                 logger.exception("internal error in the membership of %s; please report it", self._worker.info.name)
         if self._release:
@@ -285,10 +282,6 @@ class MembershipService:
                 self._lease.release()
             except RuntimeError as e:
                 logger.debug("worker %s could not release its lease: %s", self._worker.info.name, e)
-
-    def _note_silence(self, error: RuntimeError) -> None:
-        if not self._stopped:
-            self._outage.note_silence(error)
 
     def _read_log(self, keys: Sequence[str] = ()) -> list[str | None]:
         """Apply new entries of the log, and return later values of keys of the store."""
