@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from process_helpers import TIMEOUT, Actor, actors, call_many
 
 from telegrad import rpc
 from telegrad.errors import UnknownWorker
-from telegrad.group import hosting, stores
+from telegrad.group import hosting, rendezvous, stores
 from telegrad.rpc import Options
 
 # ---- steps
@@ -131,9 +132,28 @@ def test_listening_addresses() -> None:
     with hosting.listen("127.0.0.1", 0) as first:  # type: ignore[union-attr]
         host, port = first.getsockname()
         assert host == "127.0.0.1"
-        assert hosting.listen("127.0.0.1", port) is None
-    with socket.create_server(("127.0.0.1", port)):
-        assert hosting.listen("127.0.0.1", port) is None
+        with pytest.raises(hosting.PortInUse):
+            hosting.listen("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(hosting.PortInUse):
+        hosting.listen("127.0.0.1", port)
+
+
+def test_the_host_of_the_store_ends_during_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    host = [dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)]  # type: ignore[attr-defined]
+    agree = rendezvous.agree
+
+    def agree_without_host(*arguments: Any) -> Any:
+        host.clear()
+        return agree(*arguments)
+
+    monkeypatch.setattr(rendezvous, "agree", agree_without_host)
+    text = (
+        rf"worker b could not join its group, because the connection to the group's store at 127.0.0.1:{port} failed:"
+        r" .+\. The process that hosts the store has ended, .* Start this worker again"
+    )
+    with pytest.raises(rendezvous.StoreGone, match=text):
+        rpc.Worker("b", options=Options(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=30))
 
 
 def test_torchruns_agent_hosts_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 import gc
 import itertools
+import logging
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,15 @@ from free_ports import free_port
 from process_helpers import TIMEOUT, Actor, actors, call_many
 from test_membership_processes import join, join_static, leave, names, process_of
 
+from telegrad import waits
+from telegrad.group import etcd_store, stores
 from telegrad.group.etcd_client import EtcdClient, EtcdGone
 from telegrad.group.etcd_store import EtcdStore, endpoints_of
 from telegrad.group.group_store import GroupStore, group_store_of
 from telegrad.group.store_waits import Part
 from telegrad.rpc import Options, Worker
 from telegrad.testing import eventually, run_all
+from telegrad.waits import Wait
 
 _numbers = itertools.count()
 
@@ -43,7 +48,7 @@ def three(tmp_path: Path) -> Iterator[list[Actor]]:
 
 
 def store_at(where: str) -> EtcdStore:
-    return EtcdStore(where, timedelta(seconds=5))
+    return EtcdStore(where, timedelta(seconds=5), Wait("w0", 5))
 
 
 def test_values_and_counters(where: str) -> None:
@@ -62,6 +67,46 @@ def test_values_and_counters(where: str) -> None:
     assert part.multi_get(["key", "missing"]) == [b"new", b"first"]
     with pytest.raises(RuntimeError, match="no key part/some/absent within the timeout"):
         part.wait(["absent"], timedelta(seconds=0.05))
+
+
+class _StartsLate(BaseHTTPRequestHandler):
+    """Gateway of an etcd that has no key."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_worker_waits_for_etcd_to_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Etcd starts once the worker has logged that it waits."""
+    monkeypatch.setattr(etcd_store, "_TIMEOUT", 0.2)
+    monkeypatch.setattr(waits, "FIRST_LOG", 0.5)
+    port = free_port()
+    started: list[HTTPServer] = []
+
+    def start(record: logging.LogRecord) -> bool:
+        if not started and "is waiting for etcd" in record.getMessage():
+            started.append(HTTPServer(("127.0.0.1", port), _StartsLate))
+            threading.Thread(target=started[0].serve_forever).start()
+        return True
+
+    caplog.handler.addFilter(start)
+    try:
+        options = Options(init_method=f"etcd://127.0.0.1:{port}/group", rpc_timeout=TIMEOUT)
+        store = stores.meet("w0", options, 1, 2)[0]
+        assert not store.check(["key"])
+    finally:
+        caplog.handler.removeFilter(start)
+        for server in started:
+            server.shutdown()
+            server.server_close()
+    assert f"w0 (rank 1) is waiting for etcd at 127.0.0.1:{port} since " in caplog.text
 
 
 @pytest.mark.parametrize("prefix", ["", "part"])
@@ -129,6 +174,18 @@ def test_addresses(address: str, found: object) -> None:
 def test_incomplete_address(address: str) -> None:
     with pytest.raises(ValueError, match="lacks an endpoint or the name of the group"):
         Worker("w", options=Options(init_method=address))
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("secret", [None, "a secret of the group"])
+def test_the_history_of_a_remote_etcd_keeps_the_random_secret(
+    where: str, remote: bool, secret: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if remote:
+        monkeypatch.setattr(etcd_store, "is_loopback", lambda _: False)
+    Worker("w0", 0, 1, Options(init_method=where, secret=secret)).shutdown()
+    is_logged = "the random secret of the group remains in the history of etcd at 127.0.0.1:" in caplog.text
+    assert is_logged == (remote and secret is None)
 
 
 def test_etcd_that_does_not_reply() -> None:

@@ -1,5 +1,6 @@
 """Attempts of a static group that a worker may come back to."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,14 +9,17 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from telegrad import rpc
-from telegrad.group import attempts, rendezvous
+from telegrad.group import attempts, rendezvous, store_parts
+from telegrad.group.group_store import C10dStore
 from telegrad.group.lease import lease_key, sealed_lease
 from telegrad.group.records import Group
+from telegrad.group.store_parts import Part
 from telegrad.protocols.leases import Timing, lease_value
 from telegrad.rpc import Options, Worker
 from telegrad.testing import cluster
 
 LIFETIME = 8.0  # s
+NO_GROUP = Group("", b"", False)
 _PRINT = "from telegrad.group.process_identity import own_process; print(own_process(), flush=True); input()"
 
 
@@ -37,7 +41,7 @@ def pulse_with(holder: str) -> tuple[attempts._Pulse, HashStore]:
 
 
 def write_lease(store: HashStore, holder: str, count: int) -> None:
-    store.set(lease_key(1), sealed_lease(1, lease_value(5, holder, count, LIFETIME, "w1"), Group("", b"", False)))
+    store.set(lease_key(1), sealed_lease(1, lease_value(5, holder, count, LIFETIME, "w1"), NO_GROUP))
 
 
 def test_a_process_of_this_host_lives_although_it_renews_nothing(process: str) -> None:
@@ -61,6 +65,48 @@ def test_another_host_counts_as_dead_only_after_the_lifetime(monkeypatch: pytest
         now[0] += LIFETIME / 8
         found = pulse.observe()
     assert found is False
+
+
+def test_an_ended_group_takes_no_member_back_although_a_process_of_it_lives(
+    process: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "outlives_groups", lambda _: True)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    store, timing = HashStore(), Timing(LIFETIME)
+    others = attempts.Attempts(store, "w1", 1, LIFETIME, timing)
+    first = attempts.Attempts(store, "w0", 0, LIFETIME, timing).part()
+    group = rendezvous.agree(first, None, True, 2)
+    first.set("members", json.dumps({"members": []}))
+    for rank in (0, 1):
+        first.set(lease_key(rank), sealed_lease(rank, lease_value(5, process, 0, LIFETIME, f"w{rank}"), NO_GROUP))
+    assert attempts.Attempts(store, "w0", 0, LIFETIME, timing).part().part == others.part().part == first.part
+    rendezvous.mark_ended(C10dStore(first), group, 2, LIFETIME)
+    with pytest.raises(rendezvous.GroupEnded):
+        rendezvous.agree(first, None, True, 2)
+    assert not others._has_room(first.part)
+    following = attempts.Attempts(store, "w0", 0, LIFETIME, timing).part()
+    assert following.part != first.part
+    assert others.part().part == following.part
+
+
+def test_a_worker_joins_the_next_group_of_a_store_of_the_program() -> None:
+    """The process has joined no group before, so it finds the part of an ended one."""
+    store = HashStore()
+    ended = Part("rpc_prefix_7", store)
+    rendezvous.mark_ended(C10dStore(ended), rendezvous.agree(ended, None, True, 2), 2, LIFETIME)
+    tried = []
+
+    def join(part: Part, rank: int, world_size: int | None) -> int:
+        tried.append(part.part)
+        rendezvous.agree(part, None, True, 2)
+        return rank
+
+    numbers = store_parts._Numbers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_parts, "_numbers", numbers)
+        assert store_parts.join_open_part(store, "rpc_prefix_7", join, 1, 2) == 1
+    assert tried == ["rpc_prefix_7", "rpc_prefix_8"]
+    assert numbers.next == 9
 
 
 @pytest.mark.openssl

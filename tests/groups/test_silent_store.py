@@ -54,11 +54,12 @@ class Silent:
         self.answers.set()
         self.waiting = 0  # threads
         self.fails, self.failures = False, 0  # operations that have timed out
+        self.error: type[RuntimeError] = dist.DistStoreError
 
     def __getattr__(self, name: str) -> Any:
         if self.fails:
             self.failures += 1
-            raise dist.DistStoreError("wait timeout")
+            raise self.error("wait timeout")
         if not self.answers.is_set():
             self.waiting += 1
             self.answers.wait()
@@ -151,9 +152,11 @@ def test_a_wait_for_a_service_blocks_one_thread_while_the_store_is_silent(monkey
         assert rpc.get_service("known", timeout=END).to_here() == 5
 
 
-def test_a_silent_store_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [dist.DistStoreError, StoreUnresponsive])
+def test_a_silent_store_is_logged_once(error: type[RuntimeError], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "telegrad")
     store = Silent()
+    store.error = error
     with cluster(1, Options(member_lease=0.4), store=store, dynamic=True):
         store.fails = True
         failures = store.failures

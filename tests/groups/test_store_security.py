@@ -83,6 +83,52 @@ def test_store_listens_at_all_addresses_on_request(forget: None, asked: str) -> 
     assert listening(port) in (["::"], ["0.0.0.0"])
 
 
+def test_a_port_that_becomes_free_is_opened_at_its_address_only(forget: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of another group closes just after rank 0 has found the port taken."""
+    port = free_port()
+    others = [socket.create_server(("127.0.0.1", port))]
+    listen = hosting.listen
+
+    def free_afterwards(*where: Any) -> Any:
+        try:
+            return listen(*where)
+        finally:
+            while others:
+                others.pop().close()
+
+    monkeypatch.setattr(hosting, "listen", free_afterwards)
+    store = host("127.0.0.1", port)
+    assert listening(port) == ["127.0.0.1"]
+    store.set("key", "value")
+
+
+def test_rank_0_shares_the_store_of_its_process_group(forget: None) -> None:
+    port = free_port()
+    of_group = dist.TCPStore("127.0.0.1", port, is_master=True, multi_tenant=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    before = os.listdir("/proc/self/fd")
+    assert hosting._listens_itself(port)
+    assert not hosting._listens_itself(free_port())
+    assert os.listdir("/proc/self/fd") == before
+    host("127.0.0.1", port).set("key", "value")
+    assert of_group.get("key") == b"value"
+
+
+def test_rank_0_at_an_address_of_another_machine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch's store listens on all addresses: a router may forward the other one."""
+
+    def time_out(*where: Any, **given: Any) -> Any:
+        assert given["master_listen_fd"] is None
+        raise dist.DistNetworkError("timed out")
+
+    monkeypatch.setattr(hosting, "TCPStore", time_out)
+    port = free_port()
+    with pytest.raises(TelegradError, match=rf"cannot reach it at 192.0.2.7:{port}, .*: timed out. Give MASTER_ADDR"):
+        host("192.0.2.7", port)
+    assert f"listens on all addresses of its machine for the group's store, at port {port}: 192.0.2.7" in caplog.text
+
+
 def test_file_is_private_to_its_user(tmp_path: Path) -> None:
     path = tmp_path / "meeting"
     before = os.umask(0)

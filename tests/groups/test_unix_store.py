@@ -17,10 +17,11 @@ from process_helpers import TIMEOUT, Actor, actors, call_many, join, shut_all_do
 
 from telegrad import rpc
 from telegrad.group import hosting, probing, stores
+from telegrad.group.group_store import C10dStore
 from telegrad.group.rendezvous import StoreGone
-from telegrad.group.store_waits import Part, find
+from telegrad.group.store_waits import Part, StoreUnresponsive, find
 from telegrad.group.unix_store import LocalStore, UnixStoreServer, request_release
-from telegrad.rpc import Options
+from telegrad.rpc import Options, start
 from telegrad.testing import eventually
 from telegrad.waits import Wait
 
@@ -222,6 +223,92 @@ def test_another_user_is_rejected(port: int) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
+def test_a_joiner_marks_no_failure_in_the_store_of_the_next_group(backing: Any) -> None:
+    """The store closes before the joiner uses it, and the next host has its address."""
+    number = free_port()
+    closing = UnixStoreServer(number)
+    closing.open(dist.HashStore())  # type: ignore[attr-defined]
+    store = Part("rpc_prefix_0", LocalStore("localhost", number, LONG))
+    closing.close()
+    following = UnixStoreServer(number)
+    following.open(backing)
+    with pytest.raises(StoreGone):
+        start.join(store, "w1", 1, 2, Options())
+    assert backing.num_keys() == 0
+    following.close()
+
+
+class Silent:
+    """Store that replies to nothing until its end."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_: self.end.wait()
+
+
+def replace(server: UnixStoreServer, number: int, backing: Any) -> UnixStoreServer:
+    """Close a server and open that of another group at its port."""
+    server.close()
+    following = UnixStoreServer(number)
+    following.open(backing)
+    return following
+
+
+def test_after_a_timed_out_wait_a_client_uses_no_other_store(backing: Any) -> None:
+    number = free_port()
+    server = UnixStoreServer(number)
+    server.open(dist.HashStore())  # type: ignore[attr-defined]
+    store = LocalStore("localhost", number, LONG)
+    group = C10dStore(Part("part", store))
+    group.set("token", "first")
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["nothing"], BLINK)
+    server = replace(server, number, backing)
+    for _ in range(2):
+        with pytest.raises(StoreGone, match="has ended, and another one has its port"):
+            store.set("key", "1")
+    with pytest.raises(StoreGone):
+        group.get("token")
+    with pytest.raises(StoreGone, match="is not that of the group"):
+        group.reconnect(TIMEOUT, lambda found: found.check(["token"]))
+    assert backing.num_keys() == 0
+    backing.set("part/token", "second")
+    assert group.reconnect(TIMEOUT, lambda found: found.check(["token"]))
+    assert group.get("token") == "second"
+    server.close()
+
+
+def test_a_silent_host_is_not_a_missing_key(backing: Any) -> None:
+    number = free_port()
+    silent = Silent()
+    server = UnixStoreServer(number)
+    server.open(silent)  # type: ignore[arg-type]
+    store = LocalStore("localhost", number, BLINK)
+    group = C10dStore(store)
+    with pytest.raises(StoreUnresponsive, match=r"has not replied within 0\.05 s"):
+        group.set("key", "1")
+    silent.end.set()
+    server = replace(server, number, backing)
+    with pytest.raises(StoreGone, match="has ended"):
+        group.set("key", "1")
+    assert backing.num_keys() == 0
+    server.close()
+
+
+def test_a_client_of_the_hosts_process_keeps_the_store_after_a_reconnect() -> None:
+    port = free_port()
+    store: Any = hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), LONG)
+    again = store.connect_again(TIMEOUT)
+    del store
+    request_release(port)
+    again.set("key", "1")
+    assert has(port, "key")
+    del again
+    hosting.latest.clear()
+
+
 # ---- groups that use it
 
 
@@ -320,6 +407,28 @@ def test_another_process_hosts_the_next_group(three: list[Actor]) -> None:
     for actor in three:
         assert actor.do(call_many, "w0", 2) == 2
     shut_all_down(three)
+
+
+@pytest.mark.parametrize("options", [{}, {"secret": "a secret of the group"}], ids=["", "secret"])
+@pytest.mark.parametrize("next_host", [0, 3], ids=["the process that has the store", "another process"])
+def test_a_new_process_finds_the_store_of_a_group_that_has_ended(
+    tmp_path: Path, next_host: int, options: dict[str, Any]
+) -> None:
+    """Rank 0 of the next group, in the same process or another one, joins after it."""
+    port = free_port()
+    where = f"tcp://127.0.0.1:{port}"
+    with actors(4, tmp_path, method="none") as group:
+        for _ in range(2):  # two groups, so that the new process has joined fewer than the host
+            before = [group[rank].begin(join, f"w{rank}", rank, 2, where, options) for rank in (0, 1)]
+            for step in before:
+                step.result()
+            shut_all_down(group[:2])
+        guest = group[2].begin(join, "w1", 1, 2, where, options)
+        eventually(lambda: guest.is_over or has(port, "rpc_prefix_2/member/1"), TIMEOUT)
+        group[next_host].do(join, "w0", 0, 2, where, options)
+        guest.result()
+        assert group[next_host].do(call_many, "w1", 2) == group[2].do(call_many, "w0", 2) == 2
+        shut_all_down([group[next_host], group[2]])
 
 
 def test_an_unused_store_makes_room_for_the_next() -> None:

@@ -96,7 +96,8 @@ class Attempts:
         if self._rank == 0 or (self._run is None and not isinstance(failure, Superseded)):
             return False
         self._tried.add(self._current)
-        self._failure = failure
+        if not isinstance(failure, rendezvous.GroupEnded):
+            self._failure = failure
         return True
 
     def _latest(self) -> str:
@@ -108,7 +109,7 @@ class Attempts:
         For rank 0 without torchrun.
         """
         latest = self._latest()
-        if latest and self._is_complete(latest):
+        if latest and self._is_complete(latest) and not self._has_ended(latest):
             pulse = self._pulse_of(latest)
             while (lives := pulse.observe()) is None:
                 time.sleep(_MAX_PAUSE)
@@ -174,6 +175,8 @@ class Attempts:
             return False
         if not self._is_complete(attempt):
             return True
+        if self._has_ended(attempt):
+            return False
         pulse = self._pulse_of(attempt)
         lives = pulse.observe()
         if lives is False:
@@ -182,6 +185,9 @@ class Attempts:
 
     def _is_complete(self, attempt: str) -> bool:
         return rendezvous.has_list(Part(attempt, self._store))
+
+    def _has_ended(self, attempt: str) -> bool:
+        return rendezvous.has_ended(Part(attempt, self._store))
 
     def _pulse_of(self, attempt: str) -> "_Pulse":
         found = self._pulses.get(attempt)

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from telegrad.waits import Wait
+
 __all__ = ["EtcdClient", "EtcdGone", "b64", "text"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
@@ -54,6 +56,7 @@ class EtcdClient:
         self.endpoints = endpoints
         self.timeout = timeout
         self._at = 0  # index of the endpoint in use
+        self._failure = ""  # of the last request that failed
         self._lock = threading.Lock()
         self._open: list[http.client.HTTPConnection] = []  # at most one
         # Also closes it if a reference cycle kept the client alive, as that of an exception and its traceback.
@@ -70,22 +73,46 @@ class EtcdClient:
         Raises:
             EtcdGone: No endpoint has replied within the timeout.
         """
-        until = time.monotonic() + self.timeout
+        return self._request(path, body, self.timeout)
+
+    def wait_for_reply(self, wait: Wait) -> None:
+        """Wait until an endpoint replies: the cluster may start later than its clients.
+
+        Args:
+            wait: Limit and log lines of the wait.
+
+        Raises:
+            EtcdGone: No endpoint has replied in time.
+        """
+        while True:
+            try:
+                self._request("kv/range", {"key": b64("telegrad")}, min(self.timeout, wait.pause()))
+            except EtcdGone as e:
+                if not wait.left:
+                    raise self._gone(wait.timeout) from e
+                wait.step(lambda: (f"etcd at {self.place}", self._failure))
+            else:
+                return
+
+    def _gone(self, seconds: float) -> RuntimeError:
+        return EtcdGone(
+            f"etcd at {self.place} did not reply within {seconds:g} s: {self._failure}. Is it running, and can this"
+            " host reach it?"
+        )
+
+    def _request(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+        until = time.monotonic() + timeout
         with self._lock:
             while True:
-                last = ""
                 for _ in self.endpoints:
                     try:
                         return self._send(path, body, min(_REQUEST_TIMEOUT, max(until - time.monotonic(), 0.05)))
                     except (OSError, http.client.HTTPException, ValueError) as e:
-                        last = str(e) or type(e).__name__
+                        self._failure = str(e) or type(e).__name__
                         _close_all(self._open)
                         self._at = (self._at + 1) % len(self.endpoints)
                 if time.monotonic() >= until:
-                    raise EtcdGone(
-                        f"etcd at {self.place} did not reply within {self.timeout:g} s: {last}. Is it running, and can"
-                        " this host reach it?"
-                    )
+                    raise self._gone(timeout)
                 time.sleep(_PAUSE)
 
     def _send(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:

@@ -14,8 +14,10 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from telegrad.group.addresses import is_loopback
 from telegrad.group.etcd_client import EtcdClient
 from telegrad.group.store_waits import Store
+from telegrad.waits import Wait
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as _Store
@@ -58,6 +60,7 @@ class EtcdStore(_Store):
     Args:
         address: ``etcd://host:port/group``.
         timeout: Limit of waits for keys.
+        wait: Limit and log lines of the wait for etcd to start.
 
     Raises:
         ValueError: The address is incomplete.
@@ -66,7 +69,7 @@ class EtcdStore(_Store):
 
     timeout: timedelta  # an attribute of torch's class that its stub lacks
 
-    def __init__(self, address: str, timeout: timedelta) -> None:
+    def __init__(self, address: str, timeout: timedelta, wait: Wait) -> None:
         super().__init__()
         endpoints, group = endpoints_of(address)
         self.set_timeout(timeout)
@@ -74,7 +77,15 @@ class EtcdStore(_Store):
         self.prefix: str = f"telegrad/{group}/"
         self.host: str = endpoints[0][0]  # for messages, and for the address to listen on
         self.port: int = endpoints[0][1]
-        self.client.get(self.prefix)  # raises if etcd does not reply
+        self.client.wait_for_reply(wait)
+
+    @property
+    def remote_place(self) -> str:
+        """Return the endpoints if other machines may read their history, otherwise "".
+
+        Etcd keeps removed values until it is compacted, which is not for one of its clients to do.
+        """
+        return "" if all(is_loopback(host) for host, _ in self.client.endpoints) else self.client.place
 
     def make_group_store(self, prefix: str) -> "EtcdGroupStore":
         """Return the membership of the group in a part of this store."""

@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from telegrad.group.probing import probe
-from telegrad.group.store_waits import Part, Store, StoreGone, base_of, find, whole_of, within
+from telegrad.group.store_waits import Part, Store, StoreGone, StoreUnresponsive, base_of, find, whole_of, within
+from telegrad.group.unix_store import LocalStore
 
 __all__ = ["C10dStore", "GroupStore", "group_store_of", "outlives_groups"]
 
@@ -112,6 +113,8 @@ class C10dStore:
             raise StoreGone(self._broken)
         try:
             return operation(store)
+        except StoreUnresponsive:  # a silent host has not ended
+            raise
         except StoreGone as e:
             if self._store is store:
                 self._broken = str(e) or "the connection was lost"
@@ -213,8 +216,11 @@ def _connected_again(store: Store, timeout: float) -> Store | None:
         whole = _connected_again(store.whole, timeout)
         return None if whole is None else Part(store.part, whole)
     base: Any = base_of(store)
-    if getattr(base, "connects_again", False):
-        return store
+    if isinstance(store, LocalStore):
+        try:
+            return store.connect_again(timeout)
+        except OSError as e:
+            raise StoreGone(f"no store at {store.host}:{store.port}: {e}") from e
     clone: Callable[[], Store] | None = getattr(store, "clone", None)
     if clone is None or not isinstance(base, dist.TCPStore):  # type: ignore[attr-defined]
         return None

@@ -25,7 +25,17 @@ from telegrad.group.probing import plain, probe
 from telegrad.group.store_waits import Store
 from telegrad.group.unix_store import LocalStore, UnixStoreServer, request_release
 
-__all__ = ["StoreAddress", "TCPStore", "host_for_worker", "host_store", "is_address", "is_own", "latest", "listen"]
+__all__ = [
+    "PortInUse",
+    "StoreAddress",
+    "TCPStore",
+    "host_for_worker",
+    "host_store",
+    "is_address",
+    "is_own",
+    "latest",
+    "listen",
+]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -51,6 +61,10 @@ class StoreAddress(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class PortInUse(Exception):
+    """A socket of this machine listens on the port."""
+
+
 class _PortIsTaken(TelegradError):
     """Port taken, by the store of another group or by a program that does not reply."""
 
@@ -74,9 +88,7 @@ class _Host:
         except OSError as e:
             no_server = str(e)
         try:
-            # No socket means that a store has the port (perhaps one of this process), or that the address is not of
-            # this machine. Torch's store then reports the error, or listens on all addresses.
-            self.store = host_store(address, timeout, listen(address.host, address.port))
+            self.store = _store_of_rank_0(address, timeout)
         except BaseException as e:
             if server is not None:
                 server.close()
@@ -97,9 +109,13 @@ class _Host:
         if self.server is None:
             return self.store
         store = LocalStore(address.host, address.port, timeout)
+        self.adopt(store)
+        return store
+
+    def adopt(self, store: LocalStore) -> None:
+        """Live as long as a store that a worker of this process uses."""
         store.keep_alive = self
         self._users.add(store)
-        return store
 
     def _release_port(self) -> bool:
         """Give up the port to another process, unless a worker still uses the store."""
@@ -107,6 +123,61 @@ class _Host:
             return False
         latest[:] = [each for each in latest if each is not self]
         return True
+
+
+def _store_of_rank_0(address: StoreAddress, timeout: timedelta) -> Store:
+    """Host the store of rank 0, or share that of a process group of this process.
+
+    Raises:
+        _PortIsTaken: another process has the port.
+        RuntimeError: the store cannot be hosted, or cannot be reached at its address.
+    """
+    try:
+        listening = listen(address.host, address.port)
+    except PortInUse:
+        # Torch shares its store of this process. Without one, it would listen on all addresses if the port becomes free
+        # at this moment.
+        if not _listens_itself(address.port):
+            raise _port_is_taken(address) from None
+        return host_store(address, timeout, None)
+    if listening is not None:
+        return host_store(address, timeout, listening)
+    logger.warning(
+        "rank 0 listens on all addresses of its machine for the group's store, at port %d: %s is not an address of this"
+        " machine. That is right behind address translation or port forwarding. Otherwise, check MASTER_ADDR, or"
+        " init_method.",
+        address.port,
+        address.host,
+    )
+    try:
+        return host_store(address, timeout, None)
+    except dist.DistNetworkError as e:
+        if "EADDRINUSE" in str(e):
+            raise
+        raise TelegradError(
+            f"rank 0 hosts the group's store and cannot reach it at {address.at}, which is not an address of its"
+            f" machine: {e}. Give MASTER_ADDR, or init_method, an address of the machine of rank 0, or one that is"
+            " forwarded to it."
+        ) from e
+
+
+def _listens_itself(port: int) -> bool:
+    """Return whether this process has a socket that listens on a TCP port."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            duplicate = os.dup(int(name))
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            s = socket.socket(fileno=duplicate)
+        except OSError:  # no socket
+            os.close(duplicate)
+            continue
+        with s:
+            is_tcp = s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM
+            if is_tcp and s.getsockname()[1] == port and s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return True
+    return False
 
 
 def _port_is_taken(address: StoreAddress) -> _PortIsTaken:
@@ -205,8 +276,15 @@ def is_own(family: int, address: tuple[object, ...]) -> bool:
 def listen(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens on a port of this machine.
 
-    Returns None if the host is another machine, or the port is taken. The socket listens at the given address. For a
-    name except localhost it listens on all addresses: the name may resolve to another address on other machines.
+    The socket listens at the given address. For a name except localhost it listens on all addresses: the name may
+    resolve to another address on other machines.
+
+    Returns:
+        None if the host is another machine.
+
+    Raises:
+        PortInUse: The port is taken.
+        RuntimeError: The port cannot be opened.
     """
     found = socket.getaddrinfo(plain(host), port, type=socket.SOCK_STREAM)
     # localhost resolves to IPv4 and IPv6; 127.0.0.1 to IPv4 alone.
@@ -221,6 +299,6 @@ def listen(host: str, port: int) -> socket.socket | None:
             return socket.create_server(("", port), family=anywhere, dualstack_ipv6=both)
         except OSError as e:
             if e.errno == errno.EADDRINUSE:
-                return None
+                raise PortInUse from None
             raise RuntimeError(f"the group's store cannot be hosted at {host}:{port}: {e}") from e
     return None

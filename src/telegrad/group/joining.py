@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from telegrad.group import stores
-from telegrad.group.store_parts import Part, prefix_of
-from telegrad.group.store_waits import StoreGone
+from telegrad.group.group_store import outlives_groups
+from telegrad.group.store_parts import Part, join_open_part, prefix_of
+from telegrad.group.store_waits import Store, StoreGone, place_of
 from telegrad.options import RpcBackendOptions
 
 __all__ = ["join_at"]
@@ -38,12 +39,13 @@ def join_at(
     Args:
         name, rank, world_size, ranks_needed: as for `stores.meet`.
         join: joins in a part of the store, with the rank and the world size that the address may have added. It is
-            called again if the store closes in the meantime.
+            called again if the store closes in the meantime, or if the group of the part has ended.
 
     Returns:
         The result of `join`.
 
     Raises:
+        StoreGone: the store was lost.
         ValueError, RuntimeError: as of `stores.meet` and `join`.
     """
     until = time.monotonic() + stores.rendezvous_timeout(options)
@@ -61,11 +63,22 @@ def join_at(
             try:
                 if not prefix:  # the group keeps its prefix, at whichever store it meets
                     prefix = joining.enter_context(prefix_of(store, options.init_method, its_size, its_rank))
-                return join(Part(prefix, store), its_rank, its_size)
+                return join_open_part(store, prefix, join, its_rank, its_size)
             except StoreGone as e:
                 limit = round(until - time.monotonic(), 2)
-                if limit <= 0 or not stores.is_client(options, rank, world_size):
+                if outlives_groups(store):  # the error of etcd says what to do
                     raise
+                if limit <= 0 or not stores.is_client(options, rank, world_size):
+                    raise _store_lost(name, store, e) from e
                 logger.info("%s (rank %d) tries to find the group's store again: %s", name, its_rank, e)
                 gone = e.with_traceback(None)  # the traceback refers to the store
             time.sleep(_PAUSE)
+
+
+def _store_lost(name: str, store: Store, error: RuntimeError) -> RuntimeError:
+    reason = str(error).partition("\n")[0].rstrip(".?")  # torch adds its stack
+    return StoreGone(
+        f"worker {name} could not join its group, because the connection to the group's store at {place_of(store)}"
+        f" failed: {reason}. The process that hosts the store has ended, or cannot be reached. Start this worker again:"
+        " it joins the group that meets at this address then. If members shall outlive the store's host, use etcd."
+    )

@@ -19,12 +19,13 @@ from telegrad.errors import TelegradError
 from telegrad.group.group_store import GroupStore
 from telegrad.group.records import Group, Member, member_of, record_of, seat_of
 from telegrad.group.secret import key_of
-from telegrad.group.store_waits import Store, StoreGone, base_of, place_of, wait_for_keys, within
+from telegrad.group.store_waits import Store, StoreGone, base_of, place_of, wait_for_keys, whole_of, within
 from telegrad.protocols.membership import GroupView
 from telegrad.waits import Wait
 
 __all__ = [
     "Group",
+    "GroupEnded",
     "JoinRefused",
     "Member",
     "Outdated",
@@ -47,6 +48,16 @@ class JoinRefused(TelegradError):
     """The group at this store cannot accept this worker."""
 
 
+class GroupEnded(JoinRefused):
+    """The group at this store has shut down."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the group at this store has ended. Give the next group another store, or another part of it"
+            " (torch.distributed.PrefixStore)."
+        )
+
+
 class Outdated(TelegradError):
     """The list of members has an earlier process of this worker.
 
@@ -61,6 +72,7 @@ class _Agreement(NamedTuple):
     world_size: int  # 0: dynamic
     token: str
     key: str  # the random secret; "" if the members were given one, or once all have read it
+    ended: bool = False  # all work of the static group is done, and no member can come back
 
 
 def _first(store: Store, key: str, mine: str) -> str:
@@ -72,12 +84,15 @@ def agree(store: Store, secret: bytes | None, static: bool, world_size: int) -> 
     """Agree with the other members on the group's token, secret and kind.
 
     Raises:
+        GroupEnded: The group has shut down.
         JoinRefused: The kind of group or its world size differs.
     """
     mine = _Agreement(static, world_size, secrets.token_hex(16), secrets.token_hex(32) if secret is None else "")
     agreed = _Agreement(**json.loads(_first(store, _AGREEMENT, json.dumps(mine._asdict()))))
     if agreed.static != static:
         raise JoinRefused(STATIC_AND_DYNAMIC)
+    if agreed.ended:
+        raise GroupEnded
     if agreed.world_size != world_size:
         raise JoinRefused(
             f"this worker was started with world_size={world_size}, but others of the group with"
@@ -109,6 +124,12 @@ def is_store_of(store: Store, group: Group) -> bool:
     """Return whether a group has met at this store."""
     agreed = _agreed(store)
     return agreed is not None and agreed.token == group.token
+
+
+def has_ended(store: Store) -> bool:
+    """Return whether a static group at this store has shut down."""
+    agreed = _agreed(store)
+    return agreed is not None and agreed.ended
 
 
 def has_rank_0(store: Store) -> bool:
@@ -197,6 +218,12 @@ def _forget_secret(store: Store, group: Group, world_size: int) -> None:
     if not group.shared_secret:
         return
     store.set(_AGREEMENT, json.dumps(_Agreement(True, world_size, group.token, "")._asdict()))
+    if place := getattr(whole_of(store)[0], "remote_place", ""):
+        logger.warning(
+            "the random secret of the group remains in the history of etcd at %s: any process that can read etcd may"
+            " become a member. Set TELEGRAD_SECRET (or the option secret) on all workers.",
+            place,
+        )
     base = base_of(store)
     if isinstance(base, FileStore):  # a file store appends and keeps old values
         path: str = base.path  # type: ignore[attr-defined]
@@ -240,6 +267,22 @@ def _missing(store: Store, first: int, end: int) -> list[int]:
         return [first]
     middle = (first + end) // 2
     return _missing(store, first, middle) + _missing(store, middle, end)
+
+
+def mark_ended(store: GroupStore, group: Group, world_size: int, timeout: float) -> None:
+    """Publish as rank 0 that all work of a static group is done.
+
+    Its store may remain. Then a worker of the next group must not take it for a group to come back to.
+
+    Args:
+        store: Store of the group.
+        group: Token of the group.
+        world_size: Its number of members.
+        timeout: Limit in seconds.
+    """
+    ended = json.dumps(_Agreement(True, world_size, group.token, "", True)._asdict())
+    with suppress(RuntimeError):  # the store is gone or silent
+        within(timeout, lambda: store.set(_AGREEMENT, ended))
 
 
 def mark_abandoned(store: GroupStore, timeout: float) -> None:

@@ -4,18 +4,23 @@ Several groups may use a store, one after the other or at once.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from telegrad.errors import TelegradError
 from telegrad.group import rendezvous
 from telegrad.group.log import has_members
 from telegrad.group.store_waits import DYNAMIC, Part, Store
 
-__all__ = ["ATTEMPT", "Part", "prefix_of"]
+__all__ = ["ATTEMPT", "Part", "join_open_part", "prefix_of"]
 
 ATTEMPT = "attempt"
 """The key under which rank 0 announces an attempt of a run, see `telegrad.group.attempts`."""
+
+_STATIC = "rpc_prefix_{}"
+
+T = TypeVar("T")
 
 
 class _Numbers:
@@ -28,6 +33,11 @@ class _Numbers:
         self._lock = threading.Lock()
         self.next: int = 0
         self._joining: dict[tuple[str, int], tuple[int, set[int]]] = {}  # by address and size: number, ranks
+
+    def use(self, number: int) -> None:
+        """Note that a worker has joined the group with a number."""
+        with self._lock:
+            self.next = max(self.next, number + 1)
 
     @contextmanager
     def joining(self, place: str, world_size: int, rank: int) -> Iterator[int]:
@@ -70,7 +80,7 @@ def prefix_of(store: Store, place: str, world_size: int | None, rank: int) -> It
     """
     dynamic = Part(DYNAMIC, store)
     if not world_size:
-        next_one = Part(f"rpc_prefix_{_numbers.next}", store)
+        next_one = Part(_STATIC.format(_numbers.next), store)
         if rendezvous.is_static(next_one) or next_one.check([ATTEMPT]):
             raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
         yield DYNAMIC
@@ -78,4 +88,38 @@ def prefix_of(store: Store, place: str, world_size: int | None, rank: int) -> It
     if rendezvous.has_met(dynamic) and has_members(dynamic):
         raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
     with _numbers.joining(place, world_size, rank) as number:
-        yield f"rpc_prefix_{number}"
+        yield _STATIC.format(number)
+
+
+def join_open_part(
+    store: Store,
+    prefix: str,
+    join: Callable[[Part, int, int | None], T],
+    rank: int,
+    world_size: int | None,
+) -> T:
+    """Join in the first part of a store, from a prefix on, that has no ended group.
+
+    The process of rank 0 keeps its store after a group. A process that has joined fewer groups than that one, as it has
+    started later, would find the parts of groups that have ended.
+
+    Args:
+        store: the store.
+        prefix: of the first part.
+        join: joins in a part, with the rank and the world size.
+        rank, world_size: of the worker.
+
+    Returns:
+        The result of `join`.
+    """
+    if prefix == DYNAMIC:
+        return join(Part(prefix, store), rank, world_size)
+    number = int(prefix.rpartition("_")[2])
+    while True:
+        try:
+            joined = join(Part(_STATIC.format(number), store), rank, world_size)
+        except rendezvous.GroupEnded:
+            number += 1
+            continue
+        _numbers.use(number)
+        return joined

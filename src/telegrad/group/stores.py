@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from urllib.parse import parse_qs, urlparse
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from telegrad.group.addresses import is_loopback
 from telegrad.group.file_store import make_private
 from telegrad.group.hosting import (
+    PortInUse,
     StoreAddress,
     TCPStore,
     host_for_worker,
@@ -101,7 +103,8 @@ def meet(
     if urlparse(options.init_method).scheme == "etcd":
         from telegrad.group.etcd_store import EtcdStore
 
-        return EtcdStore(options.init_method, timeout), rank, world_size
+        waiter = name if rank < 0 else f"{name} (rank {rank})"
+        return EtcdStore(options.init_method, timeout, Wait(waiter, timeout.total_seconds())), rank, world_size
     store: Store | None
     if {"rank", "world_size"} & set(parse_qs(urlparse(options.init_method).query)):
         raise ValueError(
@@ -316,7 +319,10 @@ def _from_environment(variable: str) -> str:
 def _tcp_store(address: StoreAddress, wait: Wait) -> Store:
     """Host the store if this machine is the host and the port is free; else connect."""
     # torchrun's agent hosts the store of its workers.
-    listening = listen(address.host, address.port) if _is_local(address, wait) and not address.hosted else None
+    listening = None
+    if _is_local(address, wait) and not address.hosted:
+        with suppress(PortInUse):
+            listening = listen(address.host, address.port)
     if listening is None:
         return _connect_by_port(address, wait)
     logger.info("%s hosts the store of a new group at %s: there was none", wait.waiter, address.at)

@@ -9,11 +9,15 @@ The socket has an abstract name made from the port, which only one process of a 
 checks that the other belongs to the same user. A message is a byte for its kind, followed by fields with length
 prefixes. There are only the operations that a group uses. A read waits at the client for its key, as a `TCPStore` does.
 
+A server greets each client with its random id. A client drops its connection after each timeout, and connects again
+with its next operation, but only to the same server: the next group's store may have the port by then.
+
 The file is longer than others, because it has both ends of the protocol.
 """
 
 import logging
 import os
+import secrets
 import selectors
 import socket
 import struct
@@ -23,11 +27,11 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
-from telegrad.group.store_waits import Store, find
+from telegrad.group.store_waits import Store, StoreGone, StoreUnresponsive, find
 
 __all__ = ["LocalStore", "UnixStoreServer", "close_servers", "request_release"]
 
@@ -41,7 +45,8 @@ else:
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_MESSAGE = 1 << 28  # bytes of a message
-_HELLO = b"telegrad store 5"
+_ID_LENGTH = 16  # bytes of a server's id
+_HELLO = b"telegrad store 6"
 _OK, _FAILED = 0, 1
 _SET, _GET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _RELEASE_PORT, _DELETE, _FIND = range(9)
 _MISSING, _FOUND = b"0", b"1"  # first byte of a value that `_FIND` returns
@@ -123,6 +128,7 @@ class UnixStoreServer:
         if before is not None:
             before.join()
         self._port = port
+        self._id = secrets.token_bytes(_ID_LENGTH)
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listening.bind(_name_of(port))
@@ -227,7 +233,7 @@ class UnixStoreServer:
             session = _ClientSession(link)
             self._sessions.add(session)
             selector.register(link, selectors.EVENT_READ, session)
-            self._send(selector, session, _message(_OK, [_HELLO]))
+            self._send(selector, session, _message(_OK, [_HELLO, self._id]))
 
     def _on_session_event(self, selector: selectors.BaseSelector, session: _ClientSession, events: int) -> None:
         """Handle a session's event: data, room for a reply, or end of connection."""
@@ -345,6 +351,13 @@ class UnixStoreServer:
         session.link.close()
 
 
+class _Owner(Protocol):
+    """Host of a store, for the clients in its own process."""
+
+    def adopt(self, store: "LocalStore") -> None:
+        """Live as long as this client of the store."""
+
+
 class LocalStore(_Store):
     """Client of the store on this host; a c10d ``Store`` for one process.
 
@@ -359,16 +372,31 @@ class LocalStore(_Store):
     """
 
     timeout: timedelta  # an attribute of torch's class that its stub lacks
-    connects_again = True  # with the next operation after a lost connection
 
     def __init__(self, host: str, port: int, timeout: timedelta) -> None:
         super().__init__()
         self.host: str = host
         self.port: int = port
-        self.keep_alive: object = None  # the host's object that must live as long as this client
+        self.keep_alive: _Owner | None = None  # the host that must live as long as this client
         self.set_timeout(timeout)
         self._lock = threading.Lock()
+        self._server = b""  # id of the server
         self._link: socket.socket | None = self._connect()
+
+    def connect_again(self, seconds: float) -> "LocalStore":
+        """Return a client of the server that has the port now.
+
+        Args:
+            seconds: Limit in seconds.
+
+        Raises:
+            OSError: There is none.
+        """
+        store = LocalStore(self.host, self.port, timedelta(seconds=seconds))
+        store.set_timeout(self.timeout)
+        if self.keep_alive is not None:
+            self.keep_alive.adopt(store)
+        return store
 
     def _connect(self) -> socket.socket:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -377,26 +405,36 @@ class LocalStore(_Store):
             link.connect(_name_of(self.port))
             if not _is_same_user(link):
                 raise ConnectionRefusedError("the Unix socket of the store belongs to another user")
-            if _fields(_receive(link)) != [_HELLO]:
+            greeting = _fields(_receive(link))
+            if greeting[:1] != [_HELLO] or len(greeting) != 2:
                 raise ConnectionRefusedError("the Unix socket of the store has another protocol")
+            if self._server not in (b"", greeting[1]):
+                raise StoreGone(f"the group's store at port {self.port} has ended, and another one has its port")
+            self._server = greeting[1]
         except BaseException:
             link.close()
             raise
         return link
 
     def _request(self, kind: int, *fields: bytes, timeout: timedelta | None = None) -> list[bytes]:
+        limit = (timeout or self.timeout).total_seconds()
         with self._lock:
+            sent = False
             try:
                 if self._link is None:
                     self._link = self._connect()
                 link, self._link = self._link, None  # an error leaves the connection within a message
-                link.settimeout((timeout or self.timeout).total_seconds())
+                link.settimeout(limit)
                 link.sendall(_message(kind, fields))
+                sent = True
                 body = _receive(link)
             except TimeoutError as e:
-                raise dist.DistStoreError("the store timed out waiting for keys") from e
+                if sent and kind in (_GET, _WAIT):
+                    raise dist.DistStoreError("the store timed out waiting for keys") from e
+                limit = limit if sent else self.timeout.total_seconds()
+                raise StoreUnresponsive(f"the host of the group's store has not replied within {limit:.3g} s") from e
             except OSError as e:
-                raise dist.DistNetworkError(f"the host of the group's store closed the connection: {e}") from e
+                raise StoreGone(f"the host of the group's store closed the connection: {e}") from e
             self._link = link
         answer = _fields(body)
         if body[0] != _OK:

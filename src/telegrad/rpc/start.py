@@ -1,6 +1,8 @@
 """Joining a group: ``init_rpc``."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from telegrad.autograd.service import Autograd
@@ -12,8 +14,8 @@ from telegrad.group.joining import join_at
 from telegrad.group.log import GroupLog
 from telegrad.group.reservation import reserve
 from telegrad.group.secret import given_secret
-from telegrad.group.store_parts import Part, prefix_of
-from telegrad.group.store_waits import Store
+from telegrad.group.store_parts import Part, join_open_part, prefix_of
+from telegrad.group.store_waits import Store, StoreGone
 from telegrad.options import Options, RpcBackendOptions, as_options
 from telegrad.protocols.leases import Timing
 from telegrad.protocols.membership import MembershipError
@@ -113,7 +115,7 @@ def init_rpc(
         join_at(name, options, rank, world_size, begin, ranks_needed=as_torch)
         return
     with prefix_of(store, f"store {id(store)}", world_size, rank) as prefix:
-        begin(Part(prefix, store), rank, world_size)
+        join_open_part(store, prefix, begin, rank, world_size)
 
 
 def _infer_backend(options: RpcBackendOptions | None) -> Any:
@@ -189,6 +191,21 @@ def join(
                 raise
 
 
+@contextmanager
+def _failure_marked(store: Store, rank: int) -> Iterator[None]:
+    """Publish a failure in the block as that of a rank, unless the store is lost.
+
+    The store of another group may have the address by now; that group must not fail. Nor can one that has ended.
+    """
+    try:
+        yield
+    except (StoreGone, rendezvous.GroupEnded):
+        raise
+    except Exception as e:
+        rendezvous.mark_failed(store, rank, str(e))
+        raise
+
+
 def _join_static(
     attempts: Attempts,
     name: str,
@@ -200,11 +217,8 @@ def _join_static(
 ) -> Worker:
     """Join the latest attempt of a static group."""
     store = attempts.part()
-    try:
+    with _failure_marked(store, rank):
         group = rendezvous.agree(store, given_secret(options), True, world_size)
-    except RuntimeError as e:
-        rendezvous.mark_failed(store, rank, str(e))
-        raise
     store_at = addresses.store_host(options.init_method, store)
     try:
         founders = rendezvous.read_list(store, group)
@@ -219,11 +233,8 @@ def _join_static(
         reservation = reserve(log, name, rank, options, attempts.wait(timeout))
     except MembershipError as e:
         raise rendezvous.JoinRefused(str(e)) from None
-    try:
+    with _failure_marked(store, rank):
         worker, service = joining.create_worker(reservation, log, group, options, store_at, _LAYERS)
-    except Exception as e:
-        rendezvous.mark_failed(store, rank, str(e))
-        raise
     try:
         member = worker.member._replace(devices=tuple(mine))
         members = rendezvous.gather_static(store, member, group, world_size, attempts.wait(timeout))

@@ -267,6 +267,9 @@ class GracefulShutdown:
             raise ShutdownTimeout(timeout, tuple(map(members.name_of, gone)), gave_up=True)
         members.gone_at_shutdown.update(gone)
         if not last and worker.membership is not None:
+            if worker.info.id == 0:  # before the last stage: no other member leaves until the mark is written
+                log = worker.membership.log
+                rendezvous.mark_ended(log.store, log.group, log.view.world_size, self._store_timeout(budget))
             worker.membership.stop(release=False)  # the store may end when its host leaves
         for peer in end.lost if last else ():
             if peer not in members.lost:

@@ -9,7 +9,7 @@ import math
 import time
 
 from telegrad.group.log import GroupLog
-from telegrad.group.store_waits import StoreGone
+from telegrad.group.store_waits import StoreGone, StoreUnresponsive
 from telegrad.protocols.leases import Timing
 
 __all__ = ["StoreOutage"]
@@ -66,6 +66,9 @@ class StoreOutage:
         Returns:
             Seconds until the next attempt to use the store; None if the worker goes on without it.
         """
+        if isinstance(lost, StoreUnresponsive):
+            self.note_silence(lost)
+            return math.inf
         if self._log.store.recovers:
             logger.warning("worker %s cannot reach the store of its group: %s", self._name, lost)
             return math.inf
