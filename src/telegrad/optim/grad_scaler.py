@@ -79,8 +79,8 @@ class GradScaler(torch.amp.GradScaler):
         unscaled = self._per_optimizer_states[id(optimizer)].get("context_id", context_id)
         if unscaled != context_id:
             raise RuntimeError(
-                f"step() is for {_gradients_of(context_id)}, but unscale_() has unscaled {_gradients_of(unscaled)} since"
-                " the last update(). Give both the same context_id."
+                f"step() is for {_gradients_of(context_id)}, but unscale_() has unscaled {_gradients_of(unscaled)}"
+                " since the last update(). Give both the same context_id."
             )
         with self._in_context(context_id):
             return super().step(optimizer, *args, **kwargs)

@@ -341,27 +341,15 @@ class _Mapping:
         if not self._ordered:
             _add_done_callback(chunk.future, lambda _: self._completed.put(None))
 
-    def _wait_for(self, chunk: _Chunk, callee: _Callee) -> None:
-        """Send a chunk to its lost worker, until that worker is back."""
+    def _send_again(self, chunk: _Chunk, callee: _Callee, attempts: int) -> None:
+        """Send a chunk to its worker again after a pause, more often if it stays lost."""
         assert self._retry is not None
         pause = self._retry.pause(self._retry.attempts - chunk.retries)
-        retry = dataclasses.replace(self._retry, attempts=chunk.retries)
-        chunk.retries = 0
+        retry = dataclasses.replace(self._retry, attempts=attempts)
+        chunk.retries -= attempts
         arguments = (self._function, chunk.items, self._worker.info.id)
         future = start_retrying(
             self._worker, callee.info.name, run_chunk, arguments, None, self._timeout, retry, once=False, pause=pause
-        )
-        self._follow(chunk, callee, future)
-
-    def _repeat(self, chunk: _Chunk, callee: _Callee) -> None:
-        """Send a chunk to its worker again, after a pause."""
-        assert self._retry is not None
-        pause = self._retry.pause(self._retry.attempts - chunk.retries)
-        chunk.retries -= 1
-        arguments = (self._function, chunk.items, self._worker.info.id)
-        once = dataclasses.replace(self._retry, attempts=1)
-        future = start_retrying(
-            self._worker, callee.info.name, run_chunk, arguments, None, self._timeout, once, once=False, pause=pause
         )
         self._follow(chunk, callee, future)
 
@@ -405,7 +393,7 @@ class _Mapping:
                 if packed is not None and self._retry is not None:
                     error = unpack_exception(packed, self._worker.messages.gate)
                     if self._retry.covers(error):  # raised by the function
-                        self._repeat(chunk, callee)
+                        self._send_again(chunk, callee, 1)
                 continue
             if isinstance(error, WorkerLost) and not isinstance(error, RemoteError):
                 callee.lost = True
@@ -417,7 +405,7 @@ class _Mapping:
                 chunk.retries -= 1
                 self._start(chunk, other)
             else:
-                self._wait_for(chunk, callee)
+                self._send_again(chunk, callee, chunk.retries)
 
     def _take(self, chunk: _Chunk) -> tuple[list[Any], BaseException | None]:
         """Return the results of a chunk that is done, and the error that ended it early."""
