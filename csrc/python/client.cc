@@ -314,8 +314,10 @@ class Client {
   /// has raised to end the program.
   void take_deferred() {
     std::optional<nb::python_error> interrupt;
-    WorkItem item;
-    while (engine_.take_deferred(item)) {
+    while (true) {
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();  // before it would interrupt the processing of an item
+      WorkItem item;
+      if (!engine_.take_deferred(item)) break;
       const nb::object target = target_of(item);
       try {
         completions_.complete(target, item.take_completion());

@@ -67,6 +67,18 @@ def test_another_host_counts_as_dead_only_after_the_lifetime(monkeypatch: pytest
     assert found is False
 
 
+def test_a_rank_of_a_run_leaves_the_ended_group_of_a_rank_0_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    store = HashStore()
+    store.set("rank/0", "w0")
+    found = attempts.Attempts(store, "w1", 1, 0.2, Timing(LIFETIME))
+    assert found.part() is store
+    assert not found.another(rendezvous.GroupEnded()), "it would find the same group again"
+    assert found.another(rendezvous.JoinRefused("another secret"))
+    with pytest.raises(rendezvous.JoinRefused, match="another secret"):
+        found.part()
+
+
 def test_an_ended_group_takes_no_member_back_although_a_process_of_it_lives(
     process: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,14 +152,19 @@ def test_closing_the_moved_items_closes_the_generator() -> None:
             closed.append("async rows")
 
     async def read_one() -> None:
-        items: Any = owner._moved_async_items(async_rows())
+        items = owner._MovedAsyncItems(async_rows())
         assert torch.equal(await anext(items), X)
         await items.aclose()
         assert closed == ["async rows"]
 
     asyncio.run(read_one())
-    items: Any = owner._moved_items(rows())
-    assert torch.equal(next(items), X)
+    items = owner._MovedItems(rows())
+    assert torch.equal(next(items), X)  # type: ignore[call-overload]
     items.close()
-    del items
     assert closed == ["async rows", "rows"]
+
+
+def test_moved_items_may_have_no_close() -> None:
+    items = owner._MovedItems(iter([X]))
+    items.close()
+    assert torch.equal(next(items), X)  # type: ignore[call-overload]

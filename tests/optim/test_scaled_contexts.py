@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 from model_helpers import Spread, batch
 from torch import optim
 
@@ -37,6 +38,27 @@ def test_a_step_for_other_gradients_than_were_unscaled_is_refused(unscaled_in_co
         scaler.update()
         scaler.unscale_(optimizer, context_id)
         scaler.step(optimizer, context_id)  # after the update, the next round is free to choose
+        scaler.update()
+
+
+def test_a_step_that_has_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, scaler = Spread(), GradScaler("cpu")
+    optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.1)
+
+    def fail(*_: object) -> None:
+        raise ConnectionError("lost")
+
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [scaler.scale(model.loss(batch(0)))])
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer, "step", fail)
+            with pytest.raises(ConnectionError):
+                scaler.step(optimizer, context_id)
+        before = model.values()
+        scaler.step(optimizer, context_id)
+        assert not all(torch.equal(a, b) for a, b in zip(model.values(), before, strict=True))
+        with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update"):
+            scaler.step(optimizer, context_id)
         scaler.update()
 
 

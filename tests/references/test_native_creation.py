@@ -1,7 +1,9 @@
 """Creation of references: the request is sent before the creator counts them."""
 
 import asyncio
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -303,6 +305,40 @@ def test_a_signal_while_an_earlier_creation_completes(w0: Any, what: str, monkey
     with pytest.raises(KeyboardInterrupt):
         make_requests()
     assert rpc.rpc_sync("w1", echo) == ((), {})
+    eventually(lambda: w0.references.pending_creations == 0)
+
+
+class Alarm(BaseException):
+    """Exception that the signal handler raises."""
+
+
+def test_signals_lose_no_creation(w0: Any) -> None:
+    """They arrive at any moment of a loop that makes references and calls."""
+
+    def on_signal(*_: object) -> None:
+        raise Alarm
+
+    def send_soon(number: int) -> None:
+        for _ in range(number % 40):
+            time.sleep(0)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def use_until_interrupted(sender: threading.Thread) -> None:
+        sender.start()
+        while True:
+            rpc.remote("w1", echo)
+            rpc.rpc_sync("w1", echo)
+            rpc.rpc_sync("w1", echo)
+
+    before = signal.signal(signal.SIGUSR1, on_signal)
+    try:
+        for number in range(400):
+            sender = threading.Thread(target=send_soon, args=(number,))
+            with pytest.raises(Alarm):
+                use_until_interrupted(sender)
+            sender.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     eventually(lambda: w0.references.pending_creations == 0)
 
 

@@ -136,6 +136,20 @@ def test_errors_of_the_function_that_the_retry_covers(chunk: int, ordered: bool)
     next(failures)  # the next case begins with two failures
 
 
+def never_succeed(x: int) -> int:
+    if x == 1:
+        raise ConnectionError("down")
+    return x
+
+
+def test_the_pause_of_a_retry_does_not_count_towards_the_timeout() -> None:
+    retry = rpc.Retry(attempts=2, backoff=0.3, jitter=False, on=(ConnectionError,))
+    results = rpc.map("w1", never_succeed, range(3), chunk=3, timeout=0.2, retry=retry)
+    assert next(results) == 0
+    with pytest.raises(ConnectionError, match="down"):
+        next(results)
+
+
 def test_a_result_that_cannot_be_sent() -> None:
     with pytest.raises(SerializationError, match="lock") as raised:
         list(rpc.map("w1", lambda _: threading.Lock(), range(3), chunk=3))

@@ -108,6 +108,33 @@ def test_groups_of_workers_have_private_addresses() -> None:
     assert run_all([lambda: run(2, add_up)] * 2) == [[0.0, 4.0]] * 2
 
 
+class Garbage:
+    """Object in a cycle that only the process in which it was made may free."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.pid = os.getpid()
+
+    def __del__(self) -> None:
+        assert os.getpid() == self.pid
+
+
+def collect(rank: int, n: int, init_method: str) -> int:
+    freed: list[object] = []
+    sys.unraisablehook = freed.append
+    gc.collect()
+    return len(freed)
+
+
+def test_a_forked_process_does_not_free_the_garbage_of_its_parent() -> None:
+    gc.disable()
+    try:
+        Garbage()
+        assert processes(2, collect, method="fork") == [0, 0]
+    finally:
+        gc.enable()
+
+
 def test_results_may_be_large() -> None:
     assert [len(result) for result in run(2, large)] == [8 << 20] * 2
 

@@ -95,8 +95,11 @@ class Attempts:
         """Return whether `part` may find another attempt after a failed one."""
         if self._rank == 0 or (self._run is None and not isinstance(failure, Superseded)):
             return False
+        ended = isinstance(failure, rendezvous.GroupEnded)
+        if ended and not self._current:  # rank 0 is outside of the run: the next group meets in another part
+            return False
         self._tried.add(self._current)
-        if not isinstance(failure, rendezvous.GroupEnded):
+        if not ended:
             self._failure = failure
         return True
 
@@ -144,7 +147,7 @@ class Attempts:
             latest = self._latest()
             if latest and latest not in self._tried and self._has_room(latest):
                 return latest
-            if not latest and rendezvous.has_rank_0(self._store):
+            if not latest and "" not in self._tried and rendezvous.has_rank_0(self._store):
                 return ""
             if not self._wait.left:
                 raise self._failure or TelegradError(

@@ -16,7 +16,7 @@ _GET: object = object.__getattribute__
 
 
 def class_made_by(creator: object) -> type | None:
-    """Return the class whose object a callable returns.
+    """Return the class of the object that a callable returns.
 
     None if that cannot be known without calling it.
     """

@@ -3,7 +3,7 @@
 Each one takes a reference to the module, which this worker owns.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from copy import copy
 from enum import IntEnum
 from types import CoroutineType
@@ -78,22 +78,38 @@ def items_on_device(module: RRef[nn.Module], device: str, keep: bool, args: obje
     if keep:
         return items
     if hasattr(type(items), "__anext__"):
-        return _moved_async_items(items)
-    return _moved_items(items) if hasattr(type(items), "__next__") else items
+        return _MovedAsyncItems(items)
+    return _MovedItems(items) if hasattr(type(items), "__next__") else items
 
 
-def _moved_items(items: Iterator[object]) -> Iterator[object]:
-    for item in items:
-        yield moved(item, _CPU)
+class _MovedItems:
+    """Iterator of items that are moved to the CPU."""
+
+    def __init__(self, items: Iterator[object]) -> None:
+        self._items = items
+
+    def __next__(self) -> object:
+        return moved(next(self._items), _CPU)
+
+    def close(self) -> None:
+        close = getattr(self._items, "close", None)
+        if close is not None:
+            close()
 
 
-async def _moved_async_items(items: AsyncIterator[object]) -> AsyncIterator[object]:
-    try:
-        async for item in items:
-            yield moved(item, _CPU)
-    finally:
-        if isinstance(items, AsyncGenerator):
-            await items.aclose()
+class _MovedAsyncItems:
+    """Asynchronous iterator of items that are moved to the CPU."""
+
+    def __init__(self, items: AsyncIterator[object]) -> None:
+        self._items = items
+
+    async def __anext__(self) -> object:
+        return moved(await anext(self._items), _CPU)
+
+    async def aclose(self) -> None:
+        close = getattr(self._items, "aclose", None)
+        if close is not None:
+            await close()
 
 
 async def _moved_later(result: Awaitable[object], keep: bool) -> object:

@@ -56,8 +56,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         with self._in_context(context_id):
             super().unscale_(optimizer)
-        if self.is_enabled():
-            self._per_optimizer_states[id(optimizer)]["context_id"] = context_id
+            if self.is_enabled():  # `step` of torch calls this, too
+                self._per_optimizer_states[id(optimizer)]["context_id"] = self._context_id
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients unless `unscale_` has, and step if all are finite.

@@ -1,6 +1,7 @@
 """Groups of processes for tests: death, forks, imports, ports."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import select
@@ -249,6 +250,7 @@ def _read_stacks(fd: int, begin: float) -> str:
 def _child(
     send_result: Connection, send_stacks: Connection, main: Callable[..., object], args: tuple[object, ...]
 ) -> None:
+    gc.freeze()  # garbage of a forked parent may have to join threads that this process lacks
     # This descriptor stays open to the very end: Python's own threads may be the ones that hang.
     faulthandler.register(_STACKS, file=os.dup(send_stacks.fileno()), all_threads=True)
     os.write(send_stacks.fileno(), _LISTENS)

@@ -422,7 +422,7 @@ def _scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
         raise TypeError(f"scaler has to be a GradScaler, such as telegrad.optim.GradScaler, and is {scaler!r}")
     if not scaler.is_enabled():
         return None
-    scaler.scale(torch.ones(()))  # the first use makes the scale, which its `step` requires
+    scaler.scale(torch.ones((), device=scaler._device))  # the first use makes the scale, which its `step` requires
     return torch.tensor(scaler.get_scale(), dtype=torch.float32)
 
 

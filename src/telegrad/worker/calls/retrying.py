@@ -103,12 +103,13 @@ class RetryingCall:
         """Make the first attempt, and return the future of the call.
 
         Args:
-            pause: Seconds until then.
+            pause: Seconds until then; the timeout begins afterwards.
         """
         retries: Retries = self._worker.retries
         retries.add(self._number, self)
         try:
             if pause:
+                self._deadline += int(pause * 1e9) if self._deadline else 0
                 self._send_later(pause)
             else:
                 self._send()

@@ -50,6 +50,7 @@ _MESSAGES: tuple[type, ...] = (
 _DRAIN_STEP = 0.005  # s between two checks for pending work
 _PAUSE = 0.005  # s between two rounds while work is pending
 _STORE_TIMEOUT = 5.0  # s for an operation of the store: its host may be silent
+_MARK_TIMEOUT = 1.0  # s for the mark of the end, for which all members wait
 _FINAL_GRACE = 1.0  # s for the leader to report missing workers, and for the others to leave first
 
 
@@ -269,7 +270,8 @@ class GracefulShutdown:
         if not last and worker.membership is not None:
             if worker.info.id == 0:  # before the last stage: no other member leaves until the mark is written
                 log = worker.membership.log
-                rendezvous.mark_ended(log.store, log.group, log.view.world_size, self._store_timeout(budget))
+                limit = min(_MARK_TIMEOUT, self._store_timeout(budget) / 4)
+                rendezvous.mark_ended(log.store, log.group, log.view.world_size, limit)
             worker.membership.stop(release=False)  # the store may end when its host leaves
         for peer in end.lost if last else ():
             if peer not in members.lost:
