@@ -192,7 +192,7 @@ int main(int argc, char** argv) {
   const char* slow = std::getenv("TELEGRAD_SLOW_TESTS");
   const bool run_slow = slow && *slow && std::strcmp(slow, "0") != 0;
   const char* limit = std::getenv("TELEGRAD_TEST_SECONDS");  // for each case
-  const auto seconds = std::chrono::seconds(limit ? std::atoi(limit) : run_slow ? 100 : 40);
+  const auto seconds = std::chrono::seconds(limit ? std::atoi(limit) : run_slow ? 300 : 40);
   Watchdog watchdog;
   if (argc == 2 && std::strcmp(argv[1], "--list") == 0) {
     for (const Case& c : cases()) std::puts(c.name.c_str());

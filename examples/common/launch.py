@@ -33,12 +33,12 @@ def arguments(doc: str | None, **defaults: object) -> argparse.ArgumentParser:
 def launch(run_worker: RunWorker, world_size: int, args: argparse.Namespace) -> NoReturn:
     """Run `run_worker(rank, args)` in `world_size` new processes, and exit.
 
-    The processes meet on this machine. The exit status is 0 if every process returned True, and 1 if one returned
-    False. A process that raises ends the others, and this process raises its error.
+    The processes meet on this machine, at the port MASTER_PORT if that is set. The exit status is 0 if every process
+    returned True, and 1 if one returned False. A process that raises ends the others, and this one raises its error.
     """
     # The children inherit these. `init_rpc` meets at the first two, as torch's `init_process_group` does.
     os.environ["MASTER_ADDR"] = "localhost"
-    os.environ["MASTER_PORT"] = str(free_port())
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     outcomes: SimpleQueue[bool] = mp.get_context("spawn").SimpleQueue()
     try:

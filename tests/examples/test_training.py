@@ -39,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env=environment | {"PYTHONFAULTHANDLER": "1"},
+                env=environment | {"PYTHONFAULTHANDLER": "1", "MASTER_PORT": str(free_port())},
                 start_new_session=True,
             )
         )

@@ -82,9 +82,8 @@ class _Host:
     def __init__(self, address: StoreAddress, timeout: timedelta) -> None:
         server, no_server = None, ""
         try:
-            server = UnixStoreServer(
-                address.port
-            )  # before the port opens: a client that finds the port open relies on the server
+            # Before the port opens: a client that finds the port open relies on the server.
+            server = UnixStoreServer(address.port)
         except OSError as e:
             no_server = str(e)
         try:
