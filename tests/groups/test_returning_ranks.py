@@ -105,7 +105,10 @@ def test_a_worker_joins_the_next_group_of_a_store_of_the_program() -> None:
     """The process has joined no group before, so it finds the part of an ended one."""
     store = HashStore()
     ended = Part("rpc_prefix_7", store)
-    rendezvous.mark_ended(C10dStore(ended), rendezvous.agree(ended, None, True, 2), 2, LIFETIME)
+    group = rendezvous.agree(ended, None, True, 2)
+    assert rendezvous.is_static(ended)
+    rendezvous.mark_ended(C10dStore(ended), group, 2, LIFETIME)
+    assert not rendezvous.is_static(ended), "a dynamic group may follow"
     tried = []
 
     def join(part: Part, rank: int, world_size: int | None) -> int:

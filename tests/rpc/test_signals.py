@@ -193,11 +193,13 @@ def test_map_runs_no_item_twice_if_a_signal_handler_raises_while_it_sends(
 
     ran.clear()
     before = signal.signal(signal.SIGUSR1, handler)
-    monkeypatch.setattr(worker, "rpc_async", interrupted)
-    with pytest.raises(Alarm):
-        list(rpc.map("w1", ran_on_worker, range(8), chunk=8))
-    monkeypatch.undo()
-    signal.signal(signal.SIGUSR1, before)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "rpc_async", interrupted)
+            with pytest.raises(Alarm):
+                list(rpc.map("w1", ran_on_worker, range(8), chunk=8))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     eventually(lambda: len(ran) >= 8 and not two[1].debug_info().requests)
     assert sorted(ran) == list(range(8))
 

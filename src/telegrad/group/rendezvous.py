@@ -161,9 +161,9 @@ def has_list(store: Store) -> bool:
 
 
 def is_static(store: Store) -> bool:
-    """Return whether a static group has met at this store."""
+    """Return whether a static group meets at this store, and has not ended."""
     agreed = _agreed(store)
-    return agreed is not None and agreed.static
+    return agreed is not None and agreed.static and not agreed.ended
 
 
 def mark_failed(store: Store, rank: int, why: str) -> None:
