@@ -13,6 +13,55 @@ from telegrad.testing import Cluster, cluster
 _HARD = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
 
 
+class Flow:
+    """One direction of a connection through the proxy.
+
+    Nothing blocks: while an end of one connection reads nothing, the others go on, as they do in a network.
+    """
+
+    def __init__(self, source: socket.socket, target: socket.socket) -> None:
+        self._source = source
+        self._target = target
+        self._data = memoryview(b"")  # read, and not yet written
+
+    @property
+    def waits_for(self) -> tuple[socket.socket, int]:
+        """The socket that the flow waits for, and the event."""
+        if self._data:
+            return self._target, selectors.EVENT_WRITE
+        return self._source, selectors.EVENT_READ
+
+    def go_on(self) -> bool:
+        """Pass data on, as far as it goes at once; return whether both ends are open."""
+        try:
+            if not self._data:
+                self._data = memoryview(self._source.recv(1 << 18))
+                if not self._data:
+                    return False
+            self._data = self._data[self._target.send(self._data) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        return True
+
+
+class Route:
+    """A connection through the proxy."""
+
+    def __init__(self, source: socket.socket, target: socket.socket) -> None:
+        self.ends = source, target
+        self.flows = Flow(source, target), Flow(target, source)
+        for end in self.ends:
+            end.setblocking(False)
+
+    def reset(self) -> None:
+        """Reset the connection at both ends."""
+        for end in self.ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _HARD)
+            end.close()
+
+
 class Proxy:
     """Proxy that passes on what two ends of a connection send each other."""
 
@@ -24,7 +73,7 @@ class Proxy:
         """Whether new connections are passed on; otherwise they are closed at once."""
         self.frozen = False
         """Whether nothing is passed on, as in a network that has failed."""
-        self._routes: list[tuple[socket.socket, socket.socket]] = []
+        self._routes: list[Route] = []
         self._lock = threading.Lock()
         self._ends = False
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -48,7 +97,7 @@ class Proxy:
         with self._lock:
             routes, self._routes = self._routes, []
             for route in routes:
-                self._close(route)
+                route.reset()
         return len(routes)
 
     @property
@@ -59,7 +108,7 @@ class Proxy:
     def reset_one(self, index: int) -> None:
         """Reset one connection at both ends, the oldest has the index 0."""
         with self._lock:
-            self._close(self._routes.pop(index))
+            self._routes.pop(index).reset()
 
     def close(self) -> None:
         """End the proxy and its connections."""
@@ -67,12 +116,6 @@ class Proxy:
         self._thread.join()
         self.reset()
         self._listener.close()
-
-    @staticmethod
-    def _close(route: tuple[socket.socket, socket.socket]) -> None:
-        for end in route:
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _HARD)
-            end.close()
 
     def _run(self) -> None:
         while not self._ends:
@@ -84,38 +127,32 @@ class Proxy:
                 self.accepted += 1
                 if self.open:
                     with self._lock:
-                        self._routes.append((source, socket.create_connection(self.target)))
+                        self._routes.append(Route(source, socket.create_connection(self.target)))
                 else:
                     source.close()
             if not self.frozen:
                 self._pass_on()
 
     def _pass_on(self) -> None:
-        with self._lock, selectors.DefaultSelector() as selector:
-            for route in self._routes:
-                for i in range(2):
-                    selector.register(route[i], selectors.EVENT_READ, (route, route[1 - i]))
+        with self._lock:
             for _ in range(20):
-                ready = selector.select(0.005)
+                waiting: dict[socket.socket, list[tuple[int, Route, Flow]]] = {}
+                for route in self._routes:
+                    for flow in route.flows:
+                        end, event = flow.waits_for
+                        waiting.setdefault(end, []).append((event, route, flow))
+                with selectors.DefaultSelector() as selector:
+                    for end, flows in waiting.items():
+                        selector.register(end, sum(event for event, _, _ in flows), flows)
+                    ready = selector.select(0.005)
                 if not ready:
                     return
-                for key, _ in ready:
-                    route, other = key.data
-                    if route in self._routes and not self._pass(key.fileobj, other):
-                        self._routes.remove(route)
-                        for end in route:
-                            selector.unregister(end)
-                            end.close()  # what has been passed on still arrives
-
-    @staticmethod
-    def _pass(source: object, target: socket.socket) -> bool:
-        assert isinstance(source, socket.socket)
-        try:
-            data = source.recv(1 << 18)
-            target.sendall(data)
-        except OSError:
-            return False
-        return bool(data)
+                for key, events in ready:
+                    for event, route, flow in key.data:
+                        if event & events and route in self._routes and not flow.go_on():
+                            self._routes.remove(route)
+                            for end in route.ends:
+                                end.close()  # what has been passed on still arrives
 
 
 def address_of(cluster: Cluster, index: int) -> str:
