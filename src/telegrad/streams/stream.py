@@ -8,6 +8,7 @@ from typing import Any, Final, Generic, Self, TypeVar
 
 from telegrad.errors import StreamError
 from telegrad.serialize.tracebacks import strip_own_frames
+from telegrad.streams.read_errors import STATE_GRACE
 from telegrad.streams.receiver import PATIENCE, Receiver
 from telegrad.worker import Worker, current
 from telegrad.worker.calls.callables import checked_arguments, name_of
@@ -81,9 +82,12 @@ class Stream(Generic[T_co]):
                 while items is None and more:
                     receiver.flush()
                     left = until - time.monotonic_ns() if until else 0
-                    if until and left <= 0:
+                    expired = until and left <= 0
+                    if expired:
+                        receiver.begin_expiry()
+                    receiver.drive(STATE_GRACE if expired else left)
+                    if expired and receiver.has_expired:
                         receiver.expire()
-                    receiver.drive(left)
                     items, more = receiver.take(me)
             finally:
                 receiver.end_read()
@@ -138,7 +142,11 @@ class Stream(Generic[T_co]):
                     receiver.flush()
                 left = until - time.monotonic_ns() if until else None
                 if left is not None and left <= 0:
-                    receiver.expire()
+                    receiver.begin_expiry()
+                    await _wait_until_set(arrived, STATE_GRACE)
+                    if receiver.has_expired:
+                        receiver.expire()
+                    continue
                 limits = [limit for limit in (left, patience) if limit is not None]
                 if not await _wait_until_set(arrived, min(limits) if limits else None):
                     patience = None
@@ -250,5 +258,6 @@ def open_stream(
         scope = Scope(worker, scope.deadline, depth, False, autograd, scope.connection, scope.call)
     label = function if isinstance(function, str) else name_of(function)
     reader = Receiver(worker, to, label, worker.calls.timeout(timeout), prefetch, scope)
+    stream: Stream[Any] = Stream(reader)  # closes the stream if a signal handler raises before the program gets it
     reader.open(what, tuple(positional), dict(named), receiver, introduce)
-    return Stream(reader)
+    return stream
