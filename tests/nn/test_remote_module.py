@@ -4,7 +4,7 @@ import asyncio
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +15,9 @@ from torch import Tensor, nn
 from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule, owner
 from telegrad.rpc import RRef
-from telegrad.testing import Cluster, assert_quiescent, cluster, run_all
+from telegrad.testing import Cluster, assert_quiescent, run_all
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    with cluster(3) as group:
-        yield group
 
 
 @pytest.fixture
