@@ -1,6 +1,7 @@
 """Module on another worker, used like a local one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
@@ -46,7 +47,8 @@ class RemoteModule(nn.Module):
     """Module that is created, resides and runs on another worker.
 
     Locally it is an ``nn.Module`` without its own parameters, which can be part of a larger module. Calling it runs the
-    remote module and records for distributed autograd.
+    remote module and records for distributed autograd. A subclass may override `forward`, which then runs here; the
+    other calls of it (``module.forward.rpc_async(x)``) and `forward_async` run that of the remote module.
 
     Any method of the remote module can be called on it. Methods that torch defines for modules apply to the remote
     module: `to`, `double`, `train`, `requires_grad_`, `apply` ... return this object; their arguments are copied to the
@@ -89,6 +91,13 @@ class RemoteModule(nn.Module):
     is_device_map_set: bool
     module_rref: RRef[nn.Module]
     _remote_methods: Sequence[str] | None = None  # the methods by the class of the module; None if it is unknown
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give the `forward` of a subclass the calls of the remote module's."""
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__.get("forward")
+        if isinstance(own, FunctionType):
+            cls.forward = forward_method(own)
 
     def __init__(
         self,
