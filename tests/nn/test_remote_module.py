@@ -11,6 +11,7 @@ import pytest
 import torch
 from module_helpers import Net, NoModule, failing, noting, pass_back, use
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
 from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule, owner
@@ -406,3 +407,11 @@ def test_nested_tensors_are_moved_to_another_device() -> None:
     assert moved[2].values.is_meta
     assert moved[3] is None
     assert not X.is_meta
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_the_error_of_torchs_state_dict_functions_names_those_to_use(net: RemoteModule, within: bool) -> None:
+    model = nn.Sequential(net, nn.Linear(2, 1)) if within else net
+    for read in (get_model_state_dict, lambda model: get_state_dict(model, [])):
+        with pytest.raises(ValueError, match=r"``state_dict\(\)``, to ``save`` and `telegrad\.optim\.load_checkpoint`"):
+            read(model)

@@ -385,3 +385,22 @@ def test_an_item_without_its_memory_is_refused() -> None:
     items = rpc.stream("w1", freed_item)
     with pytest.raises(SerializationError, match="its storage has 0 of 12 bytes"):
         list(items)
+
+
+def opens() -> Any:
+    return rpc.stream("w0", numbers, (3,))
+
+
+def passes_on() -> Iterator[int]:
+    yield from rpc.stream("w0", numbers, (3,))
+
+
+def test_a_stream_cannot_be_sent() -> None:
+    text = r"cannot send the stream of numbers on w{}: only the worker that has opened .* Send list\(stream\)"
+    with rpc.stream("w1", numbers, (3,)) as items:
+        with pytest.raises(SerializationError, match=text.format(1)):
+            rpc.rpc_sync("w1", list, (items,))
+        assert list(items) == [0, 1, 2]
+    with pytest.raises(SerializationError, match=text.format(0)):
+        rpc.rpc_sync("w1", opens)
+    assert list(rpc.stream("w1", passes_on)) == [0, 1, 2]

@@ -30,6 +30,10 @@ R = TypeVar("R")
 PICKLE = "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
 _REFUSED = "Method ``{}`` not supported for RemoteModule"
 _INSTEAD = {"parameters": ". Please use ``remote_parameters`` instead."}
+_CHILDREN = (
+    "``get_submodule`` gives remote modules. For ``torch.distributed.checkpoint``, pass the module, or its"
+    " ``state_dict()``, to ``save`` and `telegrad.optim.load_checkpoint`: ``get_model_state_dict`` reads local modules."
+)
 _METADATA = "of the remote module"
 _SENT = ("on", "device", "is_device_map_set", "is_scriptable", "training", "module_rref", "_remote_methods")
 
@@ -269,11 +273,11 @@ class RemoteModule(nn.Module):
 
     def children(self) -> Iterator[nn.Module]:
         """Raise `ValueError`: the submodules are on another worker."""
-        refuse("children", "``get_submodule`` gives remote modules.")
+        refuse("children", _CHILDREN)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Raise `ValueError` as `children` does."""
-        refuse("named_children", "``get_submodule`` gives remote modules.")
+        refuse("named_children", _CHILDREN)
 
     def get_parameter(self, target: str) -> NoReturn:
         """Raise `ValueError`: the parameter is on another worker."""

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 
 from telegrad.errors import StreamError
 from telegrad.serialize.tracebacks import strip_own_frames
@@ -197,6 +197,13 @@ class Stream(Generic[T_co]):
         receiver: Receiver | None = getattr(self, "_receiver", None)
         if receiver is not None and not receiver.is_settled:
             receiver.worker.pool.submit(receiver.close)  # a finalizer must not send
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise TypeError: only the worker that has opened a stream can read it."""
+        raise TypeError(
+            f"cannot send {self._receiver}: only the worker that has opened a stream reads it. Send list(stream), or"
+            " call rpc.stream on the worker that is to read; a generator function may pass the items on (yield from)"
+        )
 
     def __repr__(self) -> str:
         return f"<{self._receiver}, {self._receiver.state}>"
