@@ -15,7 +15,7 @@ from telegrad.streams.service import Streams
 from telegrad.testing import Processes, eventually
 from telegrad.worker.default_worker import current_worker
 
-LARGE = 64 << 20  # bytes; no socket takes so many
+LARGE = 64 << 20  # bytes; more than a socket takes
 
 
 class Timer(Exception):

@@ -31,7 +31,7 @@ class Timer(Exception):
 
 
 def interrupted(run: Callable[[], object], *functions: Callable[..., object]) -> Iterator[int]:
-    """Run a function again and again until it ends; yield after each run that was interrupted.
+    """Run a function until it ends; yield after each run that was interrupted.
 
     The n-th run raises before the n-th bytecode of the functions.
     """

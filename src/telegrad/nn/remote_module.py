@@ -101,7 +101,7 @@ class RemoteModule(nn.Module):
         super().__init_subclass__(**kwargs)
         own = cls.__dict__.get("forward")
         if isinstance(own, FunctionType):
-            cls.forward = forward_method(own)
+            cls.forward = forward_method(own)  # type: ignore[method-assign]
 
     def __init__(
         self,

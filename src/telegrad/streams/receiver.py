@@ -119,7 +119,7 @@ class Receiver:
         run: object = serving.open_function if receiver is None else serving.open_method
         worker, number = self.worker, self._number
         arguments = (worker.info.id, number, function, args, kwargs)
-        call = (self.peer, run, arguments, {}, 0, receiver, introduce, False, True)
+        call: tuple[Any, ...] = (self.peer, run, arguments, {}, 0, receiver, introduce, False, True)
         sent: list[CallFuture[WireBatch]] = []
         try:
             self._streams.receivers[number] = self
@@ -270,7 +270,7 @@ class Receiver:
         self._streams.receivers.pop(self._number, None)
 
     def _give_up(self, error: BaseException) -> None:
-        """End the stream because a request has failed, or a signal handler has raised while it was sent."""
+        """End the stream at both workers because a request has failed."""
         with self.lock:
             self._fail(error)
         self._tell_closed()
