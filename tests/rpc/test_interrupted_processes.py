@@ -1,4 +1,4 @@
-"""Signal handlers that raise while the core sends a large request to a callee that reads nothing."""
+"""Signal handlers that raise while the core sends a large request."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Signal handlers that raise while `rpc.stream`, `rpc.map` and `rpc_async` send their requests.
+"""Signal handlers that raise while streams and maps send their requests.
 
 Python runs a handler between two bytecodes. So these tests raise before each bytecode of the functions that send, in
 turn. For handlers that raise while the core sends see `test_interrupted_processes.py`.

@@ -357,7 +357,7 @@ class Receiver:
 
     @property
     def has_expired(self) -> bool:
-        """Whether neither an item nor the end has arrived, and no other error than that of the timeout."""
+        """Whether nothing has arrived but the error of the timeout."""
         return not (self._ready or self._has_ended or self._is_closed) and is_expiry(self._error)
 
     def _has_failed(self) -> bool:
@@ -370,12 +370,13 @@ class Receiver:
         raise_to_reader(self, self._error, self._taken)
 
     def begin_expiry(self) -> None:
-        """End the request in progress after the timeout of a wait: its error says how far it had come.
+        """End the request in progress after the timeout of a wait.
 
-        It arrives within `STATE_GRACE`, unless the items do.
+        Its error says how far it had come, and arrives within `STATE_GRACE`, unless the items do.
         """
-        if self._pull is not None:
-            self.worker.calls.client.expire(getattr(self._pull._source or self._pull, "_call", 0))
+        future = self._pull  # another thread may process its reply
+        if future is not None:
+            self.worker.calls.client.expire(getattr(future._source or future, "_call", 0))
 
     def expire(self) -> NoReturn:
         """Close the stream after the timeout of a wait.
