@@ -74,6 +74,7 @@ class CallTable {
   /// See the functions of the engine.
   bool cancel(std::uint64_t id, WorkItem& taken, const std::function<void()>& before_blocking) EXCLUDES(engine_mutex);
   WaitEnd expire(std::uint64_t id, const std::function<bool()>& interrupted, Completion& out) EXCLUDES(engine_mutex);
+  void expire_soon(std::uint64_t id) EXCLUDES(engine_mutex);
   /// Notifies the callee that a call has ended.
   void send_cancel(const SentCall& call, CancelReason reason, const std::function<void()>& before_blocking)
       EXCLUDES(engine_mutex);

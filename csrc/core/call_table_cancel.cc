@@ -89,6 +89,14 @@ WaitEnd CallTable::expire(std::uint64_t id, const std::function<bool()>& interru
   return WaitEnd::kDone;
 }
 
+void CallTable::expire_soon(std::uint64_t id) {
+  Lock lock(parts_.mutex);
+  Call* call = slab_.find(id);
+  if (!call || call->status != CallStatus::kPending || call->expired) return;
+  slab_.clear_deadline(*call);
+  set_deadline(id, now());
+}
+
 /// Marks a call as expired. Returns the connection on which to ask for its state. Returns null if that cannot be asked;
 /// then the call has been completed.
 ConnectionPtr CallTable::begin_grace(std::uint64_t id, Released& released) {

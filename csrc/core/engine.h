@@ -110,6 +110,8 @@ class Engine final : public ForkHandler {
   WaitEnd expire(std::uint64_t call, const std::function<bool()>& interrupted, Completion& out) {
     return parts_.calls.expire(call, interrupted, out);
   }
+  /// Ends a pending call soon, as if its deadline had just passed. Never blocks. Any thread.
+  void expire_soon(std::uint64_t call) { parts_.calls.expire_soon(call); }
   /// Abandons a call and cancels its request. Its late reply is dropped. May block while another thread sends to the
   /// same peer.
   void give_up(std::uint64_t call) { parts_.calls.give_up(call); }

@@ -147,28 +147,32 @@ void Peers::connect(Lock& lock, Peer& peer) {
       peer.last_error = "no transport for the address " + address;
       continue;
     }
+    ConnectionPtr c;
+    std::unique_ptr<Outgoing> hello;
     try {
       auto link = transport->connect(address, parts_.settings.security);
       const bool to_self = peer.identity.id == parts_.settings.handshake.me.id;
       Handshake handshake = Handshake::initiate(parts_.settings.handshake, peer.identity,
                                                 to_self ? SessionOffer{} : peer.agreement.dial());
-      const Handshake::Step hello = handshake.begin();
-      auto c = add_connection(std::move(link), std::move(handshake), true);
+      hello = frame(handshake.begin());
+      c = add_connection(std::move(link), std::move(handshake), true);
       c->peer = peer.identity.id;
       c->link->set_peer_name(peer.identity.name);
-      peer.dial = c;
-      ++peer.held;
-      lock.unlock();
-      parts_.sender.transmit(c, frame(hello));  // the leader is notified of a failure
-      lock.lock();
-      --peer.held;
-      if (!parts_.leader.exists()) parts_.leader.watch_links();
-      return;
-    } catch (const std::system_error& e) {
+    } catch (const std::exception& e) {
+      const auto* system = dynamic_cast<const std::system_error*>(&e);
       peer.agreement.give_up();
-      peer.last_error = {e.what(), e.code().value()};
-      peer.may_recover = peer.may_recover || is_transient(e.code().value());
+      peer.last_error = {e.what(), system ? system->code().value() : ENOMEM};  // no random bytes, TLS without memory
+      peer.may_recover = peer.may_recover || is_transient(peer.last_error.code);
+      continue;
     }
+    peer.dial = c;
+    ++peer.held;
+    lock.unlock();
+    parts_.sender.transmit(c, std::move(hello));  // the leader is notified of a failure
+    lock.lock();
+    --peer.held;
+    if (!parts_.leader.exists()) parts_.leader.watch_links();
+    return;
   }
   if (peer.may_recover) {
     peer.connecting = !peer.pending.empty() || peer.announced;

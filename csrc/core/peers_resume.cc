@@ -32,6 +32,8 @@ bool is_refused(const std::string& address, const LinkSecurityPtr& security) {
            error == ECONNREFUSED;
   } catch (const std::system_error& e) {
     return e.code().value() == ECONNREFUSED;
+  } catch (const std::exception&) {  // no memory
+    return false;
   }
 }
 

@@ -125,6 +125,11 @@ class Client {
     return true;
   }
 
+  void expire(std::uint64_t call) {
+    const GilReleased no_gil;
+    engine_.expire_soon(call);
+  }
+
   nb::object complete_many(const nb::list& futures, const nb::list& ids, nb::list results,
                            nb::handle notify_when_done) {
     WaitSetScope waiting(*this);
@@ -252,7 +257,8 @@ class Client {
     return completions_.value(std::move(completion), call.context, call.label, call.timeout);
   }
 
-  /// Sends a call and records its id in its target, even if a signal handler raises meanwhile.
+  /// Sends a call and records its id in its target, even if a signal handler raises meanwhile. Then a call that creates
+  /// nothing is canceled: nothing gets its future.
   void begin(PreparedCall& call, bool creates, nb::handle target, bool polled = false) {
     const bool in_event_loop = preparer_.in_event_loop();
     CallOptions o = options_of(call);
@@ -264,6 +270,7 @@ class Client {
       begin_call(engine_, call.peer, std::move(call.message), std::move(o), in_event_loop, &begun);
     } catch (const nb::python_error&) {
       if (begun != 0) preparer_.set_call(target, begun);
+      if (begun != 0 && !creates) abandon(target);
       throw;
     }
     if (begun == 0) {
@@ -271,6 +278,14 @@ class Client {
       throw nb::python_error();
     }
     preparer_.set_call(target, begun);  // not in Python, which may run signal handlers before the next bytecode
+  }
+
+  static void abandon(nb::handle future) {
+    try {
+      python_result(PyObject_CallMethod(future.ptr(), "_abandon", nullptr));
+    } catch (nb::python_error& e) {
+      e.discard_as_unraisable(future);
+    }
   }
 
   /// Scope of a thread that waits for a wait set. At its end, the remaining completions go to the thread pool, or to
@@ -395,6 +410,9 @@ void init_client(nb::module_& m) {
            "Cancel a started call and complete its future.\n\n"
            "If another thread waits for the call, that thread completes the future. "
            "Returns False if the call has ended or its deadline has passed.")
+      .def("expire", &Client::expire, "call"_a,
+           "End a pending call soon, as if its deadline had just passed.\n\n"
+           "Its error says how far the call had come.")
       .def("send_gradients", &Client::send_gradients, "peer"_a, "messages"_a, "timeout"_a, "target"_a,
            "Send messages of a backward pass and return the call's id.\n\n"
            "The completion goes to `await_gradients`, or to `target`, which the pool calls if no thread waits.\n"

@@ -472,6 +472,13 @@ class Client:
         If another thread waits for the call, that thread completes the future. Returns False if the call has ended or its deadline has passed.
         """
 
+    def expire(self, call: int) -> None:
+        """
+        End a pending call soon, as if its deadline had just passed.
+
+        Its error says how far the call had come.
+        """
+
     def send_gradients(self, peer: int, messages: object, timeout: int, target: object) -> int:
         """
         Send messages of a backward pass and return the call's id.

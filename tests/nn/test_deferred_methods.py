@@ -1,7 +1,6 @@
 """`async def` and `async_execution` as methods of references and modules."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 from telegrad import rpc
 from telegrad.nn import RemoteModule, owner
 from telegrad.rpc.functions import async_execution
-from telegrad.testing import Cluster, assert_quiescent, cluster
+
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def identity(x: Any) -> Any:
@@ -45,19 +45,6 @@ class Deferred(nn.Module):
             return [done.value(), True]
 
         return rpc.rpc_async("w0", identity, (x,)).then(checked)
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    with cluster(3) as group:
-        yield group
-
-
-@pytest.fixture(autouse=True)
-def clean(three: Cluster) -> Iterator[None]:
-    yield
-    for worker in three:
-        assert_quiescent(worker)
 
 
 NAMES = pytest.mark.parametrize("name", ["coroutine", "future"])

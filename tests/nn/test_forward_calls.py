@@ -15,7 +15,8 @@ from telegrad.errors import SerializationError
 from telegrad.nn import RemoteModule, owner
 from telegrad.nn.module_method import needs_moves
 from telegrad.rpc import RRef
-from telegrad.testing import Cluster, assert_quiescent, cluster
+
+pytestmark = pytest.mark.usefixtures("clean")
 
 X = torch.arange(6.0).reshape(2, 3)
 
@@ -36,19 +37,6 @@ class Mine(RemoteModule):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = super().forward(x) + 1
         return result
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    with cluster(3) as group:
-        yield group
-
-
-@pytest.fixture(autouse=True)
-def clean(three: Cluster) -> Iterator[None]:
-    yield
-    for worker in three:
-        assert_quiescent(worker)
 
 
 def expected(scale: float = 1.0) -> list[list[float]]:
@@ -121,7 +109,19 @@ def run(function: Any, *args: Any) -> Any:
 
 def test_a_subclass_may_override_it() -> None:
     mine = Mine("w1", nn.Linear, (3, 1))
-    assert torch.equal(mine(X), mine.forward_async(X).wait() + 1)
+    remote = mine.forward_async(X).wait()
+    assert torch.equal(mine(X), remote + 1)
+    assert torch.equal(mine.forward(X), remote + 1)
+    assert torch.equal(mine.forward.rpc_async(X).wait(), remote)
+    assert torch.equal(mine.forward.remote(X).to_here(), remote)
+    assert list(inspect.signature(mine.forward).parameters) == ["x"]
+
+
+def test_the_forward_of_a_base_class_is_another_method() -> None:
+    mine = Mine("w1", nn.Linear, (3, 1))
+    assert mine.forward != super(Mine, mine).forward
+    assert super(Mine, mine).forward == super(Mine, mine).forward
+    assert len({mine.forward, super(Mine, mine).forward, mine.forward}) == 2
 
 
 @pytest.mark.parametrize("kind", [Rows, AsyncRows])

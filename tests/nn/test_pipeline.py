@@ -1,7 +1,6 @@
 """Steps of pipelines: equal to the same model in one process."""
 
 import threading
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -28,26 +27,15 @@ from telegrad.nn import Pipeline, RemoteModule
 from telegrad.nn.pipeline import requests
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import Options
-from telegrad.testing import Cluster, assert_quiescent, cluster
+from telegrad.testing import cluster
+
+pytestmark = pytest.mark.usefixtures("clean")
 
 SCHEDULE_NAMES = ["gpipe", "1f1b", "eager-1f1b"]
 SCHEDULES = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 PLACES = pytest.mark.parametrize(
     "places", [["w1"], ["w1", "w2"], ["w0", "w1"], ["w1", "w1", "w2"], ["w1", "w2", "w0", "w2"]], ids="-".join
 )
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    with cluster(3) as group:
-        yield group
-
-
-@pytest.fixture(autouse=True)
-def clean(three: Cluster) -> Iterator[None]:
-    yield
-    for worker in three:
-        assert_quiescent(worker)
 
 
 # ---- gradients

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.nn.owner import moved
-from telegrad.testing import Cluster, assert_quiescent, cluster
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Cluster]:
-    with cluster(2) as group:
-        yield group
+from telegrad.testing import Cluster, assert_quiescent
 
 
 @pytest.fixture(autouse=True)

@@ -27,16 +27,10 @@ from torch import Tensor, nn
 from telegrad.errors import RemoteError, RpcTimeout, SerializationError
 from telegrad.nn import Pipeline
 from telegrad.nn.pipeline import requests
-from telegrad.testing import Cluster, assert_quiescent, cluster, eventually
+from telegrad.testing import assert_quiescent, eventually
 from telegrad.worker.default_worker import open_worker
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    with cluster(3) as group:
-        yield group
 
 
 @pytest.fixture(autouse=True)

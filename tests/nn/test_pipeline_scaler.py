@@ -1,6 +1,5 @@
 """Steps of pipelines with a scaler for mixed precision."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,23 +11,11 @@ from torch import Tensor, nn
 from telegrad import optim, rpc
 from telegrad.nn import Pipeline
 from telegrad.optim import DistributedOptimizer
-from telegrad.testing import Cluster, assert_quiescent, cluster
+
+pytestmark = pytest.mark.usefixtures("clean")
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 SCALE = 1000.0  # no power of two, so that scaling rounds
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    with cluster(3) as group:
-        yield group
-
-
-@pytest.fixture(autouse=True)
-def clean(three: Cluster) -> Iterator[None]:
-    yield
-    for worker in three:
-        assert_quiescent(worker)
 
 
 def parameters(module: nn.Module) -> list[Tensor]:

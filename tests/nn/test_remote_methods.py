@@ -16,8 +16,10 @@ from telegrad.nn import RemoteModule, owner
 from telegrad.nn.method_names import class_made_by, method_names
 from telegrad.options import Options
 from telegrad.rpc import RRef
-from telegrad.testing import Cluster, assert_quiescent, cluster
+from telegrad.testing import cluster
 from telegrad.worker.serving.exposure import exposed
+
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 class Mixin:
@@ -83,19 +85,6 @@ class Computed(nn.Module):
 
 def factory() -> nn.Module:
     return Model()
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    with cluster(3) as group:
-        yield group
-
-
-@pytest.fixture(autouse=True)
-def clean(three: Cluster) -> Iterator[None]:
-    yield
-    for worker in three:
-        assert_quiescent(worker)
 
 
 def calls_of(use: Callable[[], object]) -> list[str]:

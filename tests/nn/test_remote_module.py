@@ -4,26 +4,21 @@ import asyncio
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from module_helpers import Net, NoModule, failing, noting, pass_back, use
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
 from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule, owner
 from telegrad.rpc import RRef
-from telegrad.testing import Cluster, assert_quiescent, cluster, run_all
+from telegrad.testing import Cluster, assert_quiescent, run_all
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    with cluster(3) as group:
-        yield group
 
 
 @pytest.fixture
@@ -412,3 +407,11 @@ def test_nested_tensors_are_moved_to_another_device() -> None:
     assert moved[2].values.is_meta
     assert moved[3] is None
     assert not X.is_meta
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_the_error_of_torchs_state_dict_functions_names_those_to_use(net: RemoteModule, within: bool) -> None:
+    model = nn.Sequential(net, nn.Linear(2, 1)) if within else net
+    for read in (get_model_state_dict, lambda model: get_state_dict(model, [])):
+        with pytest.raises(ValueError, match=r"``state_dict\(\)``, to ``save`` and `telegrad\.optim\.load_checkpoint`"):
+            read(model)

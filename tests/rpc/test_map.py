@@ -14,6 +14,7 @@ from map_helpers import identity, later, mapping, me, notes
 from telegrad import rpc
 from telegrad.errors import RemoteError
 from telegrad.rpc.functions import async_execution
+from telegrad.rpc.map_items import Source
 from telegrad.testing import Gate
 
 pytestmark = [pytest.mark.usefixtures("clean")]
@@ -189,7 +190,7 @@ def test_size_by_duration() -> None:
     "make", [torch.empty, lambda n: bytes(4 * n), lambda n: [torch.empty(n)], lambda n: {1: "x" * 4 * n}]
 )
 def test_chunks_are_bounded_by_bytes(make: Any) -> None:
-    source = mapping._Source(make(mapping.CHUNK_BYTES // 16) for _ in range(9))
+    source = Source(make(mapping.CHUNK_BYTES // 16) for _ in range(9))
     assert [len(source.take(6, mapping.CHUNK_BYTES)) for _ in range(4)] == [4, 4, 1, 0]
     assert source.taken == 9
 

@@ -1,5 +1,6 @@
 """Errors and lost workers in `rpc.map`."""
 
+import contextlib
 import itertools
 import logging
 import sys
@@ -156,11 +157,21 @@ def test_a_result_that_cannot_be_sent() -> None:
     assert "at items 0 to 2" in notes(raised.value)
 
 
-def test_a_timeout() -> None:
+def through(call: rpc.InterceptedCall, proceed: rpc.Proceed) -> object:
+    return proceed(call)
+
+
+@pytest.mark.parametrize("intercepted", [False, True])
+@pytest.mark.parametrize("retry", [None, RETRY])
+def test_a_timeout(intercepted: bool, retry: rpc.Retry | None) -> None:
     gate = Gate()
-    results = rpc.map("w1", gate.enter, range(3), chunk=2, timeout=0.05)
-    with pytest.raises(RpcTimeout) as raised:
-        next(results)
+    with rpc.intercept(client=through) if intercepted else contextlib.nullcontext():
+        results = rpc.map("w1", gate.enter, range(3), chunk=2, timeout=0.05, retry=retry)
+        with pytest.raises(RpcTimeout) as raised:
+            next(results)
+    call = "Gate.enter (a chunk of rpc.map with 2 items) on w1"
+    assert raised.value.call == call
+    assert f"({call}; running)" in str(raised.value)
     assert "at items 0 to 1" in notes(raised.value)
     gate.open()
 

@@ -4,6 +4,7 @@ import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,18 +185,18 @@ class Handler:
 def test_map_runs_no_item_twice_if_a_signal_handler_raises_while_it_sends(
     two: Cluster, handler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = two[0]._worker
-    send = worker.rpc_async
+    calls = two[0]._worker.calls
+    client = calls.client
 
     def interrupted(*args: Any) -> Any:
-        send(*args)
+        client.start(*args)
         signal.raise_signal(signal.SIGUSR1)
 
     ran.clear()
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(worker, "rpc_async", interrupted)
+            patch.setattr(calls, "client", SimpleNamespace(start=interrupted))
             with pytest.raises(Alarm):
                 list(rpc.map("w1", ran_on_worker, range(8), chunk=8))
     finally:

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.errors import RemoteError, RpcTimeout, SerializationError, StreamError, UnknownWorker, WorkerLost
+from telegrad.options import Options
 from telegrad.testing import Gate, Local, cluster, eventually
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.filterwarnings("error")]
@@ -247,16 +249,35 @@ def test_the_timeout_limits_each_wait() -> None:
         gate.enter()
         yield 1
 
-    with pytest.raises(RpcTimeout, match=r"item 1 of the stream of .*slow on w1"):
+    with pytest.raises(RpcTimeout, match=r"item 1 of the stream of .*slow on w1; running") as caught:
         list(rpc.stream("w1", slow, timeout=0.05))
+    assert caught.value.state == "running"
 
     async def read() -> None:
         async for _ in rpc.stream("w1", slow, timeout=0.05):
             pass
 
-    with pytest.raises(RpcTimeout, match="item 1 of the stream"):
+    with pytest.raises(RpcTimeout, match="item 1 of the stream") as caught:
         asyncio.run(read())
+    assert caught.value.state == "running"
     gate.open()
+
+
+def through(call: rpc.InterceptedCall, proceed: rpc.Proceed) -> object:
+    return proceed(call)
+
+
+@pytest.mark.parametrize("intercepted", [False, True])
+def test_the_state_of_a_stream_that_no_thread_of_the_callee_has_opened(intercepted: bool) -> None:
+    gate = Gate()
+    with cluster(2, Options(num_worker_threads=1)), rpc.intercept(client=through) if intercepted else nullcontext():
+        held = rpc.rpc_async("w1", gate.enter)
+        gate.wait_for()
+        with pytest.raises(RpcTimeout) as caught:
+            next(rpc.stream("w1", numbers, (3,), timeout=0.05))
+        assert caught.value.state == "queued"
+        gate.open()
+        held.wait()
 
 
 def test_a_wait_ends_at_its_timeout() -> None:
@@ -364,3 +385,22 @@ def test_an_item_without_its_memory_is_refused() -> None:
     items = rpc.stream("w1", freed_item)
     with pytest.raises(SerializationError, match="its storage has 0 of 12 bytes"):
         list(items)
+
+
+def opens() -> Any:
+    return rpc.stream("w0", numbers, (3,))
+
+
+def passes_on() -> Iterator[int]:
+    yield from rpc.stream("w0", numbers, (3,))
+
+
+def test_a_stream_cannot_be_sent() -> None:
+    text = r"cannot send the stream of numbers on w{}: only the worker that has opened .* Send list\(stream\)"
+    with rpc.stream("w1", numbers, (3,)) as items:
+        with pytest.raises(SerializationError, match=text.format(1)):
+            rpc.rpc_sync("w1", list, (items,))
+        assert list(items) == [0, 1, 2]
+    with pytest.raises(SerializationError, match=text.format(0)):
+        rpc.rpc_sync("w1", opens)
+    assert list(rpc.stream("w1", passes_on)) == [0, 1, 2]

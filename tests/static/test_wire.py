@@ -3,13 +3,21 @@
 import re
 import subprocess
 import sys
+from enum import IntEnum
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from telegrad.protocols.rref import RRefId
 from telegrad.wire import MetadataField, ScopeField
 from telegrad.worker.calls.encoded import CallMetadata
+from telegrad.worker.calls.messages import Messages
 from telegrad.worker.scope import Scope
 
 ROOT = Path(__file__).parents[2]
+CONSTANTS = ROOT / "csrc/wire/constants.h"
 
 
 def run(root: Path, *args: str) -> int:
@@ -36,7 +44,39 @@ def test_a_changed_number_makes_the_header_stale(tmp_path: Path) -> None:
 def test_positions_name_the_fields() -> None:
     assert [field.name.lower() for field in ScopeField] == list(Scope._fields)
     # Tickets become handles, a message what records its tensors, and a context may come with a call chain.
-    assert len(MetadataField) == len(CallMetadata._fields) - 1
+    decoded = {"tickets": "handles", "message": "wrap"}
+    names = [field.name.lower() for field in MetadataField]
+    assert [decoded.get(name, name) for name in names] == [name for name in CallMetadata._fields if name != "chain"]
+
+
+@pytest.mark.parametrize("fields", [MetadataField, ScopeField], ids=lambda fields: fields.__name__)
+def test_the_core_has_the_positions(fields: type[IntEnum]) -> None:
+    struct = re.search(rf"struct {fields.__name__} {{\n(.*?)}};", CONSTANTS.read_text(), re.DOTALL)
+    assert struct is not None
+    found = {name: int(number) for name, number in re.findall(r"constexpr int k(\w+) = (\d+);", struct[1])}
+    assert found.pop("Count", len(fields)) == len(fields)
+    assert found == {field.name.title().replace("_", ""): int(field) for field in fields}
+
+
+def test_python_writes_each_field_at_its_position() -> None:
+    messages: Any = SimpleNamespace(_plain=tuple)
+    written: Any = Messages._metadata(
+        messages, (), RRefId(1, 2), "autocast", (SimpleNamespace(id="context"), "message"), "profile"
+    )
+    fields = {field.name.lower(): written[field] for field in MetadataField}
+    assert fields.pop("tickets") == []
+    assert fields.pop("target") == (1, 2)
+    assert fields == {name: name for name in fields}
+
+
+def test_the_core_writes_each_field_at_its_position() -> None:
+    source = (ROOT / "csrc/python/metadata.cc").read_text()
+    packed = re.search(r"PyTuple_Pack\(Field::kCount, (.*?)\)\);", source)
+    assert packed is not None
+    written = [argument.removesuffix(".ptr()") for argument in packed[1].split(", ")]
+    named = {name: at for at, name in enumerate(written) if name not in ("nb::tuple()", "Py_None")}
+    assert named == {name: MetadataField[name.upper()] for name in ("target", "context", "message")}
+    assert written.index("nb::tuple()") == MetadataField.TICKETS
 
 
 def test_the_description_has_the_version_of_the_core() -> None:

@@ -10,10 +10,11 @@ import fcntl
 import json
 import logging
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, FileStore  # type: ignore[attr-defined]
 
 from telegrad.errors import TelegradError
 from telegrad.group.group_store import GroupStore
@@ -42,6 +43,8 @@ STATIC_AND_DYNAMIC = "RPC group mixes statically and dynamically initialized mem
 _ABANDONED = "abandoned"
 _AGREEMENT = "agreement"
 _MEMBERS = "members"
+
+T = TypeVar("T")
 
 
 class JoinRefused(TelegradError):
@@ -281,8 +284,7 @@ def mark_ended(store: GroupStore, group: Group, world_size: int, timeout: float)
         timeout: Limit in seconds.
     """
     ended = json.dumps(_Agreement(True, world_size, group.token, "", True)._asdict())
-    with suppress(RuntimeError):  # the store is gone or silent
-        within(timeout, lambda: store.set(_AGREEMENT, ended))
+    _while_leaving(timeout, lambda: store.set(_AGREEMENT, ended))
 
 
 def mark_abandoned(store: GroupStore, timeout: float) -> None:
@@ -294,8 +296,7 @@ def mark_abandoned(store: GroupStore, timeout: float) -> None:
         store: Store of the group.
         timeout: Limit in seconds.
     """
-    with suppress(RuntimeError):  # the store is gone, and with it the workers that would read the key
-        within(timeout, lambda: store.set(_ABANDONED, "1"))
+    _while_leaving(timeout, lambda: store.set(_ABANDONED, "1"))
 
 
 def is_abandoned(store: GroupStore, timeout: float) -> bool:
@@ -305,7 +306,26 @@ def is_abandoned(store: GroupStore, timeout: float) -> bool:
         store: Store of the group.
         timeout: Limit in seconds; 0 for none.
     """
+    return _while_leaving(timeout, lambda: store.get(_ABANDONED)) is not None
+
+
+def _while_leaving(timeout: float, operation: Callable[[], T]) -> T | None:
+    """Run a store operation of a worker that leaves whether or not it succeeds.
+
+    The store may be gone, and with it the workers that would read the key. Any other error is logged.
+
+    Args:
+        timeout: Limit in seconds; 0 for none.
+        operation: The operation.
+
+    Returns:
+        Its result; None if it has failed.
+    """
     try:
-        return within(timeout, lambda: store.get(_ABANDONED) is not None)
-    except RuntimeError:
-        return False
+        return within(timeout, operation)
+    except (DistError, OSError):
+        pass
+    except Exception as e:
+        if type(e) is not RuntimeError:  # of a store of torch
+            logger.warning("a worker leaves its group, and its last use of the store failed: %r", e, exc_info=e)
+    return None

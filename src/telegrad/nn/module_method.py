@@ -114,10 +114,10 @@ class ForwardMethod(ModuleMethod):
         return MethodType(self._function, self._module)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is ForwardMethod and self.__reduce__() == other.__reduce__()
+        return type(other) is ForwardMethod and self._bound() == other._bound()
 
     def __hash__(self) -> int:
-        return hash((id(self._module), self._name))
+        return hash(self._bound())
 
     def __reduce__(self) -> tuple[object, ...]:
         return getattr, (self._module, self._name)

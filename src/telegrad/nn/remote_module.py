@@ -1,6 +1,7 @@
 """Module on another worker, used like a local one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
@@ -29,6 +30,10 @@ R = TypeVar("R")
 PICKLE = "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
 _REFUSED = "Method ``{}`` not supported for RemoteModule"
 _INSTEAD = {"parameters": ". Please use ``remote_parameters`` instead."}
+_CHILDREN = (
+    "``get_submodule`` gives remote modules. For ``torch.distributed.checkpoint``, pass the module, or its"
+    " ``state_dict()``, to ``save`` and `telegrad.optim.load_checkpoint`: ``get_model_state_dict`` reads local modules."
+)
 _METADATA = "of the remote module"
 _SENT = ("on", "device", "is_device_map_set", "is_scriptable", "training", "module_rref", "_remote_methods")
 
@@ -46,7 +51,8 @@ class RemoteModule(nn.Module):
     """Module that is created, resides and runs on another worker.
 
     Locally it is an ``nn.Module`` without its own parameters, which can be part of a larger module. Calling it runs the
-    remote module and records for distributed autograd.
+    remote module and records for distributed autograd. A subclass may override `forward`, which then runs here; the
+    other calls of it (``module.forward.rpc_async(x)``) and `forward_async` run that of the remote module.
 
     Any method of the remote module can be called on it. Methods that torch defines for modules apply to the remote
     module: `to`, `double`, `train`, `requires_grad_`, `apply` ... return this object; their arguments are copied to the
@@ -89,6 +95,13 @@ class RemoteModule(nn.Module):
     is_device_map_set: bool
     module_rref: RRef[nn.Module]
     _remote_methods: Sequence[str] | None = None  # the methods by the class of the module; None if it is unknown
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give the `forward` of a subclass the calls of the remote module's."""
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__.get("forward")
+        if isinstance(own, FunctionType):
+            cls.forward = forward_method(own)  # type: ignore[method-assign]
 
     def __init__(
         self,
@@ -260,11 +273,11 @@ class RemoteModule(nn.Module):
 
     def children(self) -> Iterator[nn.Module]:
         """Raise `ValueError`: the submodules are on another worker."""
-        refuse("children", "``get_submodule`` gives remote modules.")
+        refuse("children", _CHILDREN)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Raise `ValueError` as `children` does."""
-        refuse("named_children", "``get_submodule`` gives remote modules.")
+        refuse("named_children", _CHILDREN)
 
     def get_parameter(self, target: str) -> NoReturn:
         """Raise `ValueError`: the parameter is on another worker."""

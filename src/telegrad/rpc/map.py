@@ -2,18 +2,19 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from contextlib import suppress
-from itertools import islice
+from itertools import starmap
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 
-from telegrad.errors import NotInitialized, RemoteError, TelegradError, WorkerLost
+from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, TelegradError, WorkerLost
 from telegrad.rpc.calls import NOT_CALLABLE
 from telegrad.rpc.chunks import Reply, run_chunk
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
+from telegrad.rpc.map_items import SMALL, Source, nbytes
 from telegrad.rpc.progress import find_bar
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.function_names import NotByName
@@ -41,7 +42,7 @@ GROWTH = 4  # most times that a chunk has the items of the one before: the items
 IN_FLIGHT = 2  # chunks per worker: it runs one while the other travels
 REORDER = 4  # times `in_flight` chunks that wait for one before them, if there are several workers
 
-_SMALL = frozenset((int, float, bool, complex, type(None)))  # types whose size in bytes need not be counted
+_RUN_CHUNK = name_of(run_chunk)  # in error texts
 _add_done_callback = torch._C.Future.add_done_callback  # bypasses the count of the program's callbacks
 
 Workers: TypeAlias = To | Sequence[To]
@@ -146,7 +147,7 @@ def map(
     if not many:
         raise ValueError("rpc.map needs at least one worker: pass a worker, or a sequence of workers")
     callees = [_Callee(info) for info in {i.id: i for i in (worker.members.resolve(to) for to in many)}.values()]
-    source = _Source(items)
+    source = Source(items)
     bar = find_bar() if progress else None
     results = _Mapping(worker, callees, func, source, chunk, in_flight or IN_FLIGHT, ordered, timeout, retry).results()
     return results if bar is None else bar(results, len(items) if isinstance(items, Sized) else None)
@@ -177,8 +178,8 @@ class _Callee:
             most = MOST_DEFERRED
         else:
             size = min(size, CHUNK_TIME * count // max(duration, 1))
-        if type(results[-1]) not in _SMALL:
-            size = min(size, CHUNK_BYTES // max(_nbytes(results[-1]), 1))
+        if type(results[-1]) not in SMALL:
+            size = min(size, CHUNK_BYTES // max(nbytes(results[-1]), 1))
         self.size = max(1, min(size, most))
 
 
@@ -205,35 +206,13 @@ class _Chunk:
         last = self.start + len(self.items) - 1
         where = f"item {last}" if last == self.start else f"items {self.start} to {last}"
         error.add_note(f"in rpc.map of {label}, at {where}")
+        if isinstance(error, TelegradError) and not isinstance(error, RemoteError):
+            count = len(self.items)
+            text = f"{label} (a chunk of rpc.map with {count} {'item' if count == 1 else 'items'})"
+            error.args = tuple(_renamed(each, text) for each in error.args)
+            if isinstance(error, RpcTimeout):
+                error.call = _renamed(error.call, text)
         return error
-
-
-class _Source:
-    """The program's items, taken in chunks."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self._items: Iterator[Any] = iter(items)
-        self.taken = 0
-        self.ended = False
-        self.error: Exception | None = None  # raised by the program's iterator
-
-    def take(self, most: int, most_bytes: int | None) -> list[Any]:
-        """Return the next items, fewer if they have more bytes; empty at the end."""
-        items: list[Any] = []
-        left = most_bytes or 0
-        try:
-            for item in islice(self._items, most):
-                items.append(item)
-                if most_bytes is not None and type(item) not in _SMALL:
-                    left -= _nbytes(item)
-                    if left <= 0:
-                        break
-            else:
-                self.ended = len(items) < most
-        except Exception as e:
-            self.error, self.ended = e, True
-        self.taken += len(items)
-        return items
 
 
 class _Mapping:
@@ -244,7 +223,7 @@ class _Mapping:
         worker: Worker,
         callees: list[_Callee],
         function: Callable[[Any], object],
-        source: _Source,
+        source: Source,
         size: int | None,
         in_flight: int,
         ordered: bool,
@@ -315,8 +294,11 @@ class _Mapping:
         """Send a chunk, up to the first item that cannot be sent."""
         try:
             self._start(chunk, callee)
-        except Exception as error:
-            if is_of_signal_handler(error):  # the request may be on its way
+            self._pending.append(chunk)
+        except BaseException as error:
+            if chunk.future is not None:
+                chunk.future._abandon()
+            if not isinstance(error, Exception) or is_of_signal_handler(error):
                 raise
             if len(chunk.items) == 1 or isinstance(error, NotInitialized):
                 chunk.unsent = error
@@ -327,12 +309,18 @@ class _Mapping:
             self._send(_Chunk(chunk.start, chunk.items[:half], chunk.retries), callee)
             if self._pending[-1].unsent is None:
                 self._send(_Chunk(chunk.start + half, chunk.items[half:], chunk.retries), callee)
-        else:
-            self._pending.append(chunk)
 
     def _start(self, chunk: _Chunk, callee: _Callee) -> None:
-        arguments = (self._function, chunk.items, self._worker.info.id)
-        self._follow(chunk, callee, self._worker.rpc_async(callee.info.id, run_chunk, arguments, None, self._timeout))
+        calls, arguments = self._worker.calls, (self._function, chunk.items, self._worker.info.id)
+        call = (callee.info.id, run_chunk, arguments, None, calls.timeout(self._timeout))
+        sent: list[CallFuture[Reply]] = []
+        try:
+            sent.extend(starmap(calls.client.start, (call,)))  # has the future before a signal handler can run
+            self._follow(chunk, callee, sent[0])
+        except BaseException:
+            for future in sent:
+                future._abandon()
+            raise
 
     def _follow(self, chunk: _Chunk, callee: _Callee, future: CallFuture[Reply]) -> None:
         chunk.future = future
@@ -428,18 +416,11 @@ class _Mapping:
         return values, failure
 
 
+def _renamed(text: Any, name: str) -> Any:
+    """Replace the name of Telegrad's own function in a text of an error."""
+    return text.replace(_RUN_CHUNK, name) if isinstance(text, str) else text
+
+
 def _cancel(futures: list[CallFuture[Reply]]) -> None:
     for future in futures:
         future.cancel()
-
-
-def _nbytes(value: object) -> int:
-    """Estimate the bytes of a value in a message."""
-    if isinstance(value, (str, bytes, bytearray)):
-        return len(value)
-    if isinstance(value, (tuple, list)):
-        return sum(_nbytes(each) for each in value if type(each) not in _SMALL) + 8 * len(value)
-    if isinstance(value, dict):
-        return sum(_nbytes(each) for each in value.values() if type(each) not in _SMALL) + 16 * len(value)
-    nbytes = getattr(value, "nbytes", None)  # of tensors, arrays and views
-    return nbytes if isinstance(nbytes, int) else 64

@@ -9,15 +9,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any, Final, NoReturn
 
 import torch
 
-from telegrad.errors import NotInitialized, RpcTimeout, SerializationError, StreamError, TelegradError, WorkerLost
+from telegrad.errors import (
+    Cancelled,
+    NotInitialized,
+    StreamError,
+    TelegradError,
+    WorkerLost,
+)
+from telegrad.serialize.tracebacks import is_of_signal_handler
 from telegrad.streams import serving
 from telegrad.streams.batches import CLOSED, ENDED, LIVE, WireBatch
+from telegrad.streams.read_errors import closed_at_callee, expired, is_expiry, raise_to_reader
+from telegrad.streams.requests import notify_closed, start_step
 from telegrad.streams.service import Streams
-from telegrad.worker import Worker, current
+from telegrad.worker import Worker
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.scope import Scope
 
@@ -27,7 +37,6 @@ PATIENCE: Final = 200_000
 """Time in ns that a reader waits before it asks for items that the callee holds back."""
 
 _MOST_BYTES: Final = 32 << 20  # ahead of the reader, apart from the batch in progress
-_RESULT: Final = "result[3][0]"  # place of a solitary item in the reply, in error texts
 
 # torch.futures.Future.value only calls this.
 _value: Callable[[torch.futures.Future[Any]], WireBatch] = torch._C.Future.value
@@ -65,6 +74,7 @@ class Receiver:
     _error: BaseException | None = None  # raised after the items that arrived
     _is_closed = False
     _reader: object = None  # the thread or task that waits
+    _is_opening = True  # no reply to the request that opens the stream has arrived
     _pulls = 0
     _may_hold = False  # the callee may hold items of the request in progress back
     _is_slow = False  # the reader has waited longer than its patience since the last arrival
@@ -107,17 +117,20 @@ class Receiver:
             TelegradError: There is no such worker, or this worker is closed.
         """
         run: object = serving.open_function if receiver is None else serving.open_method
-        worker, receivers, number = self.worker, self._streams.receivers, self._number
-        receivers[number] = self
+        worker, number = self.worker, self._number
+        arguments = (worker.info.id, number, function, args, kwargs)
+        call: tuple[Any, ...] = (self.peer, run, arguments, {}, 0, receiver, introduce, False, True)
+        sent: list[CallFuture[WireBatch]] = []
         try:
-            self._pull = future = worker.calls.client.start(
-                self.peer, run, (worker.info.id, number, function, args, kwargs), {}, 0, receiver, introduce, False,
-                True,
-            )  # fmt: skip
-        except BaseException:
-            receivers.pop(number, None)
+            self._streams.receivers[number] = self
+            sent.extend(starmap(worker.calls.client.start, (call,)))  # has the future before a signal handler can run
+            self._pull = sent[0]
+            self._watch(sent[0], self._on_pull)
+        except BaseException as e:
+            for future in sent:
+                future._abandon()
+            self._give_up(e)
             raise
-        self._watch(future, self._on_pull)
 
     def _watch(self, future: CallFuture[Any], arrived: Callable[[CallFuture[Any]], None]) -> None:
         future._read = True  # the reader gets the error
@@ -125,16 +138,7 @@ class Receiver:
         future._on_done(arrived)
 
     def _start(self, function: object, *args: int) -> CallFuture[Any]:
-        """Send a request in the scope of the stream; never blocks."""
-        worker = self.worker
-        token = current.set(self._scope)
-        try:
-            future: CallFuture[Any] = worker.calls.client.start(
-                self.peer, function, (worker.info.id, self._number, *args), {}, 0, None, False, False, not self.is_async
-            )
-            return future
-        finally:
-            current.reset(token)
+        return start_step(self.worker, self.peer, self._scope, function, (self._number, *args), not self.is_async)
 
     def _claim_pull(self) -> int:
         """Return the credit of a request to send now, or 0; with the lock held."""
@@ -154,14 +158,12 @@ class Receiver:
     def _send_pull(self, credit: int) -> None:
         try:
             self._pull = future = self._start(serving.pull, credit)
-        except BaseException as e:
-            with self.lock:
-                self._is_pulling = False
-                self._fail(e)
-            if not isinstance(e, Exception):  # raised by a signal handler
-                raise
-        else:
             self._watch(future, self._on_pull)
+        except BaseException as e:
+            self._is_pulling = False
+            self._give_up(e)
+            if not isinstance(e, Exception) or is_of_signal_handler(e):
+                raise
 
     def flush(self) -> None:
         """Request what the callee holds back, for a reader that waited `PATIENCE`."""
@@ -173,9 +175,9 @@ class Receiver:
         try:
             future = self._start(serving.flush)
         except BaseException as e:
-            with self.lock:
-                self._flushing = None
+            self._flushing = None
             if not isinstance(e, TelegradError):  # else the request in progress fails for the same reason
+                self._give_up(e)  # items may be lost
                 raise
             return
         self._flush = future
@@ -188,6 +190,7 @@ class Receiver:
         with self.lock:
             self._pull = None
             self._is_pulling = False
+            self._is_opening = self._is_opening and isinstance(error, Cancelled)
             if error is not None:
                 self._fail(error)
             else:
@@ -245,7 +248,7 @@ class Receiver:
             if state == ENDED:
                 self._has_ended = True
             elif state == CLOSED:  # by this reader, or by the callee
-                self._fail(NotInitialized() if self.worker.closed else StreamError(_closed_at_callee(self)))
+                self._fail(NotInitialized() if self.worker.closed else StreamError(closed_at_callee(self)))
             if items and not self._is_closed:
                 self._ready.append(following)
                 self._bytes += size
@@ -265,6 +268,12 @@ class Receiver:
         if self._error is None:
             self._error = error
         self._streams.receivers.pop(self._number, None)
+
+    def _give_up(self, error: BaseException) -> None:
+        """End the stream at both workers because a request has failed."""
+        with self.lock:
+            self._fail(error)
+        self._tell_closed()
 
     def _notify(self) -> None:
         if self._changed is not None:
@@ -346,21 +355,28 @@ class Receiver:
     def _has_news(self) -> bool:
         return bool(self._ready) or self._has_ended or self._is_closed or self._has_failed()
 
+    @property
+    def has_expired(self) -> bool:
+        """Whether nothing has arrived but the error of the timeout."""
+        return not (self._ready or self._has_ended or self._is_closed) and is_expiry(self._error)
+
     def _has_failed(self) -> bool:
         """Return whether the error is next: no flush may return items before it."""
         return self._error is not None and self._flushing is None
 
     def _raise_error(self) -> NoReturn:
-        error = self._error
-        assert error is not None
+        assert self._error is not None
         self.failed = True
-        if isinstance(error, SerializationError) and error.args and _RESULT in str(error.args[0]):
-            error.args = (str(error.args[0]).replace(_RESULT, f"item {self._taken} of {self}"), *error.args[1:])
-        elif isinstance(error, (StopIteration, StopAsyncIteration)):  # would look like the end of the stream
-            raise RuntimeError(f"{self} raised {type(error).__name__}") from error
-        elif not isinstance(error, (WorkerLost, NotInitialized)):
-            error.add_note(f"raised by {self} after {self._taken} items")
-        raise error
+        raise_to_reader(self, self._error, self._taken)
+
+    def begin_expiry(self) -> None:
+        """End the request in progress after the timeout of a wait.
+
+        Its error says how far it had come, and arrives within `STATE_GRACE`, unless the items do.
+        """
+        future = self._pull  # another thread may process its reply
+        if future is not None:
+            self.worker.calls.client.expire(getattr(future._source or future, "_call", 0))
 
     def expire(self) -> NoReturn:
         """Close the stream after the timeout of a wait.
@@ -368,7 +384,7 @@ class Receiver:
         Raises:
             RpcTimeout: always.
         """
-        error = RpcTimeout(self.timeout / 1e9, f"item {self._taken} of {self}")
+        error = expired(self, self._error, self.timeout, self._taken)
         self.failed = True
         self.close()
         raise error
@@ -419,17 +435,7 @@ class Receiver:
             future.cancel()
 
     def _tell_closed(self) -> None:
-        worker, to = self.worker, self.peer
-        if worker.closed or to in worker.members.lost:
-            return
-        token = current.set(self._scope._replace(deadline=0, autograd=None))  # also after the deadline of the reader
-        try:
-            future = worker.start_internal(to, serving.close, (worker.info.id, self._number), 0)
-        except TelegradError:
-            return
-        finally:
-            current.reset(token)
-        future._read = True
+        notify_closed(self.worker, self.peer, self._scope, self._number, self._is_opening)
 
     def stop(self, error: Exception) -> None:
         """End the stream because the worker leaves."""
@@ -440,10 +446,3 @@ class Receiver:
     def idle_call(self) -> tuple[object, ...] | None:
         """Identify the request in progress; None without one, or if it is awaited."""
         return ("pull", self._number, self._pulls) if self._is_pulling and self._reader is None else None
-
-
-def _closed_at_callee(stream: Receiver) -> str:
-    return (
-        f"{stream} was closed at its callee before its end: the callee shuts down, or the connection of the two workers"
-        " was lost in between. Open it again."
-    )

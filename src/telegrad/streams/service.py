@@ -12,6 +12,7 @@ from telegrad.worker.scope import Scope
 __all__ = ["AnyProducer", "AnyReceiver", "Streams"]
 
 _KEY: Final = "streams"  # in a worker's attachments
+_MOST_CLOSED_EARLY: Final = 1000  # far more requests than a caller opens while a large one travels
 
 
 class AnyProducer(Protocol):
@@ -49,6 +50,7 @@ class Streams:
     def __init__(self, worker: Worker) -> None:
         self.worker: Worker = worker
         self.producers: dict[tuple[int, int], AnyProducer] = {}  # by the caller's id, and its number for the stream
+        self._closed_early: dict[tuple[int, int], bool] = {}  # closed before the request that opens them has arrived
         self.receivers: dict[int, AnyReceiver] = {}  # by number
         self.numbers: Iterator[int] = itertools.count(1)  # of new streams of this caller
         self.scope: Scope = Scope(worker, 0, 1)  # of streams that are opened outside of handlers
@@ -75,10 +77,27 @@ class Streams:
     # ---- streams that other workers read
 
     def add(self, producer: AnyProducer) -> None:
-        """Add a stream, or close it at once if its caller is lost."""
+        """Add a stream; close it at once if its caller is lost, or has closed it."""
         self.producers[producer.key] = producer
-        if producer.key[0] in self.worker.members.lost or self.worker.closed:
+        closed = self._closed_early.pop(producer.key, False)
+        if closed or producer.key[0] in self.worker.members.lost or self.worker.closed:
             producer.close()
+
+    def close_one(self, key: tuple[int, int], is_opening: bool) -> None:
+        """Close a stream.
+
+        Args:
+            key: The caller's id, and its number for the stream.
+            is_opening: The request that opens the stream may arrive later.
+        """
+        if is_opening:  # before the look-up: the request may run in another thread
+            self._closed_early[key] = True
+        producer = self.producers.get(key)
+        if producer is not None:
+            self._closed_early.pop(key, None)
+            producer.close()
+        elif len(self._closed_early) > _MOST_CLOSED_EARLY:  # of requests that were canceled before they ran
+            self._closed_early.pop(next(iter(self._closed_early)), None)
 
     def find(self, caller: int, number: int) -> AnyProducer:
         """Return a stream.
@@ -101,6 +120,8 @@ class Streams:
 
     def _close_lost(self) -> None:
         lost = self.worker.members.lost
+        for key in [key for key in list(self._closed_early) if key[0] in lost]:
+            self._closed_early.pop(key, None)
         for producer in [producer for producer in list(self.producers.values()) if producer.key[0] in lost]:
             self.worker.pool.submit(producer.close)  # runs code of the program
 

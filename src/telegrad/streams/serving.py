@@ -113,11 +113,15 @@ def flush(caller: int, number: int) -> object:
     return None if producer is None else producer.flush()
 
 
-def close(caller: int, number: int) -> None:
-    """Close a stream; do nothing if it has ended."""
-    producer = _streams().producers.get((caller, number))
-    if producer is not None:
-        producer.close()
+def close(caller: int, number: int, is_opening: bool) -> None:
+    """Close a stream; do nothing if it has ended.
+
+    Args:
+        caller: Id of the caller.
+        number: The caller's number for the stream.
+        is_opening: The request that opens the stream may arrive later.
+    """
+    _streams().close_one((caller, number), is_opening)
 
 
 def _streams() -> Streams:

@@ -4,10 +4,11 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 
 from telegrad.errors import StreamError
 from telegrad.serialize.tracebacks import strip_own_frames
+from telegrad.streams.read_errors import STATE_GRACE
 from telegrad.streams.receiver import PATIENCE, Receiver
 from telegrad.worker import Worker, current
 from telegrad.worker.calls.callables import checked_arguments, name_of
@@ -81,9 +82,12 @@ class Stream(Generic[T_co]):
                 while items is None and more:
                     receiver.flush()
                     left = until - time.monotonic_ns() if until else 0
-                    if until and left <= 0:
+                    expired = until and left <= 0
+                    if expired:
+                        receiver.begin_expiry()
+                    receiver.drive(STATE_GRACE if expired else left)
+                    if expired and receiver.has_expired:
                         receiver.expire()
-                    receiver.drive(left)
                     items, more = receiver.take(me)
             finally:
                 receiver.end_read()
@@ -138,7 +142,11 @@ class Stream(Generic[T_co]):
                     receiver.flush()
                 left = until - time.monotonic_ns() if until else None
                 if left is not None and left <= 0:
-                    receiver.expire()
+                    receiver.begin_expiry()
+                    await _wait_until_set(arrived, STATE_GRACE)
+                    if receiver.has_expired:
+                        receiver.expire()
+                    continue
                 limits = [limit for limit in (left, patience) if limit is not None]
                 if not await _wait_until_set(arrived, min(limits) if limits else None):
                     patience = None
@@ -189,6 +197,13 @@ class Stream(Generic[T_co]):
         receiver: Receiver | None = getattr(self, "_receiver", None)
         if receiver is not None and not receiver.is_settled:
             receiver.worker.pool.submit(receiver.close)  # a finalizer must not send
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise TypeError: only the worker that has opened a stream can read it."""
+        raise TypeError(
+            f"cannot send {self._receiver}: only the worker that has opened a stream reads it. Send list(stream), or"
+            " call rpc.stream on the worker that is to read; a generator function may pass the items on (yield from)"
+        )
 
     def __repr__(self) -> str:
         return f"<{self._receiver}, {self._receiver.state}>"
@@ -250,5 +265,6 @@ def open_stream(
         scope = Scope(worker, scope.deadline, depth, False, autograd, scope.connection, scope.call)
     label = function if isinstance(function, str) else name_of(function)
     reader = Receiver(worker, to, label, worker.calls.timeout(timeout), prefetch, scope)
+    stream: Stream[Any] = Stream(reader)  # closes the stream if a signal handler raises before the program gets it
     reader.open(what, tuple(positional), dict(named), receiver, introduce)
-    return Stream(reader)
+    return stream

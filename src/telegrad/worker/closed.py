@@ -78,6 +78,7 @@ class ClosedEngine:
     disconnect: Callable[..., None] = _noop
     remove_peer: Callable[..., None] = _noop
     spawn_failed: Callable[..., None] = _noop
+    expire: Callable[..., None] = _noop
     notify_wait_sets: Callable[..., None] = _noop
 
     acknowledge: Callable[..., None] = _noop

@@ -228,6 +228,11 @@ class CallFuture(torch.futures.Future[T]):
         if self._failure is not None:
             self._failure.read = True
 
+    def _abandon(self) -> None:
+        """Cancel the call: a signal handler has raised before the program got the future."""
+        self._disregard()
+        self.cancel()
+
     def __await__(self) -> Generator[Any, None, T]:
         try:
             yield from _wait_in_loop(self)

@@ -137,7 +137,11 @@ def send(calls: Sender, form: CallForm, target: CallFuture[Any] | Creation) -> N
     chain = _Chain(calls, form)
     if isinstance(target, CallFuture):
         chain.work = work = PendingWork(target, chain.text)
-        result = chain.run()
+        try:
+            result = chain.run()
+        except BaseException:
+            target._abandon()
+            raise
     else:
         try:
             result = chain.run()

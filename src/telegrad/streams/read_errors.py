@@ -1,0 +1,55 @@
+"""Errors that the reader of a stream gets."""
+
+from typing import Final, NoReturn
+
+from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, SerializationError, WorkerLost
+
+__all__ = ["STATE_GRACE", "closed_at_callee", "expired", "is_expiry", "raise_to_reader"]
+
+STATE_GRACE: Final = 40_000_000
+"""Time in ns that a reader waits for the state of a request; the core asks for 20 ms (kStateGrace)."""
+
+_RESULT: Final = "result[3][0]"  # place of a solitary item in the reply, in error texts
+
+
+def raise_to_reader(stream: object, error: BaseException, taken: int) -> NoReturn:
+    """Raise the error that has ended a stream.
+
+    Args:
+        stream: The stream, for the texts.
+        error: The error.
+        taken: Items before it.
+    """
+    if isinstance(error, SerializationError) and error.args and _RESULT in str(error.args[0]):
+        error.args = (str(error.args[0]).replace(_RESULT, f"item {taken} of {stream}"), *error.args[1:])
+    elif isinstance(error, (StopIteration, StopAsyncIteration)):  # would look like the end of the stream
+        raise RuntimeError(f"{stream} raised {type(error).__name__}") from error
+    elif not isinstance(error, (WorkerLost, NotInitialized)):
+        error.add_note(f"raised by {stream} after {taken} items")
+    raise error
+
+
+def is_expiry(error: BaseException | None) -> bool:
+    """Return whether a request has no error but that of its timeout."""
+    return error is None or (isinstance(error, RpcTimeout) and not isinstance(error, RemoteError))
+
+
+def expired(stream: object, error: BaseException | None, timeout: int, taken: int) -> RpcTimeout:
+    """Return the error of a wait that has exceeded its timeout.
+
+    Args:
+        stream: The stream, for the text.
+        error: Error of the request in progress, whose state says how far it had come.
+        timeout: The timeout in ns.
+        taken: Items that the reader has.
+    """
+    state = error.state if isinstance(error, RpcTimeout) else "unknown"
+    return RpcTimeout(timeout / 1e9, f"item {taken} of {stream}", state)
+
+
+def closed_at_callee(stream: object) -> str:
+    """Return the text of the error of a reader whose stream the callee has closed."""
+    return (
+        f"{stream} was closed at its callee before its end: the callee shuts down, or the connection of the two workers"
+        " was lost in between. Open it again."
+    )
