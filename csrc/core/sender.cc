@@ -169,7 +169,7 @@ void Sender::flush(const ConnectionPtr& c) {
     while (!buffered && !(c->queue.empty() && c->overtaking.empty())) {
       SendQueue& queue = next_queue(*c);
       Outgoing& front = queue.front();
-      if (front.prefix.empty() && front.sent == 0) stamp_timeout(front, now());
+      if (!front.is_begun() && front.sent == 0) stamp_timeout(front, now());
       prepare(*c, front);
       const bool between = &queue == &c->overtaking && !c->queue.empty() && c->queue.front().large;
       const SendState state = between ? c->link->send_between(front) : c->link->send(front);

@@ -62,14 +62,15 @@ std::size_t flatten(const Outgoing& m, const FrameHeader& header, std::byte* out
 
 void start_frame(Outgoing& m) {
   fill_header(m.header, m);
-  m.prefix.reserve(sizeof m.header + m.segments.size() * sizeof(SegmentHeader) + m.name.size());
-  m.prefix.append(reinterpret_cast<const char*>(&m.header), sizeof m.header);
-  for (const auto& s : m.segments) {
-    const SegmentHeader h{.size = s.size, .lease = s.lease};
-    m.prefix.append(reinterpret_cast<const char*>(&h), sizeof h);
+  if (!m.segments.empty() || !m.name.empty()) {
+    m.prefix.reserve(m.segments.size() * sizeof(SegmentHeader) + m.name.size());
+    for (const auto& s : m.segments) {
+      const SegmentHeader h{.size = s.size, .lease = s.lease};
+      m.prefix.append(reinterpret_cast<const char*>(&h), sizeof h);
+    }
+    m.prefix.append(m.name);
   }
-  m.prefix.append(m.name);
-  m.total = m.prefix.size() + payload_in_frame(m);
+  m.total = sizeof m.header + m.prefix.size() + payload_in_frame(m);
 }
 
 int fill_iovecs(Outgoing& m, iovec* out, int count, std::uint64_t most) {
@@ -82,6 +83,7 @@ int fill_iovecs(Outgoing& m, iovec* out, int count, std::uint64_t most) {
     most -= taken;
     at += size;
   };
+  add(&m.header, sizeof m.header);
   add(m.prefix.data(), m.prefix.size());
   add(m.body.data(), m.body.size());
   at += m.passed;
