@@ -252,7 +252,7 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
   }
   std::shared_ptr<const Name> name;
   if (const std::uint32_t id = m.header.name_id) {
-    if (!m.name.empty() && !define_name(*c, id, std::move(m.name))) {
+    if (m.name && !define_name(*c, id, std::move(*m.name))) {
       return parts_.peers.close_connection(c, "it defined more than " + std::to_string(kMaxNames) + " names, or " +
                                                   std::to_string(kMaxNameBytes) + " bytes of names");
     }

@@ -185,9 +185,9 @@ inline std::int64_t weight(std::uint64_t payload) { return static_cast<std::int6
 /// A complete received message.
 struct Incoming {
   FrameHeader header;
-  std::uint64_t number = 0;  // of a frame on a byte stream, see `is_numbered`
-  std::string name;
-  BlockPtr body;  // null when empty
+  std::uint64_t number = 0;           // of a frame on a byte stream, see `is_numbered`
+  std::unique_ptr<std::string> name;  // definition of header.name_id; null if the sender has made it before
+  BlockPtr body;                      // null when empty
   std::vector<BlockPtr> segments;
   // Not 0: there was no memory for this number of bytes. The link has read and discarded all except the trailer.
   std::uint64_t discarded = 0;
@@ -200,6 +200,7 @@ struct Incoming {
     return n;
   }
 
+  std::string_view name_view() const { return name ? std::string_view(*name) : std::string_view(); }
   std::string_view body_view() const {
     return body ? std::string_view(reinterpret_cast<const char*>(body->data()), body->size()) : std::string_view();
   }

@@ -123,7 +123,8 @@ bool FrameReader::begin_frame() {
          std::to_string(limits_.body) + ", " + std::to_string(limits_.segments) + ", " + std::to_string(limits_.name) +
          ")");
   } else {
-    if (is_numbered(h.type)) incoming_.number = numbered_++;
+    incoming_.number = is_numbered(h.type) ? numbered_++ : 0;
+    incoming_.discarded = 0;
     const bool large = h.segment_count > 0 || h.body_size > kAlwaysTaken;
     incoming_.begun = large && h.timeout > 0 ? now() : 0;
     segment_headers_.clear();
@@ -145,8 +146,8 @@ bool FrameReader::begin_segments(Inbox& inbox) {
     }
     segment_headers_.push_back(segment_header_);
   }
-  if (!check_sizes()) return false;
-  incoming_.name.resize(incoming_.header.name_size);
+  if (!segment_headers_.empty() && !check_sizes()) return false;
+  if (const std::size_t size = incoming_.header.name_size) incoming_.name = std::make_unique<std::string>(size, '\0');
   if (!allocate_frame(inbox)) return false;
   step_ = Step::kName;
   return true;
@@ -224,7 +225,7 @@ void FrameReader::discard_content(Inbox& inbox, std::uint64_t size) {
 void FrameReader::deliver(Inbox& inbox) {
   step_ = Step::kHeader;
   if (discarded_ > 0) discard(incoming_, std::exchange(discarded_, 0));
-  inbox.deliver(std::exchange(incoming_, {}));
+  inbox.deliver(Incoming(std::move(incoming_)));  // no content is left; `begin_frame` sets the rest
 }
 
 /// Parses one step; returns false if more bytes are needed or the stream is malformed.
@@ -235,7 +236,7 @@ bool FrameReader::parse(Inbox& inbox) {
     case Step::kSegmentHeaders:
       return begin_segments(inbox);
     case Step::kName:
-      if (!fill(incoming_.name.data(), incoming_.name.size())) return false;
+      if (incoming_.name && !fill(incoming_.name->data(), incoming_.name->size())) return false;
       step_ = Step::kBody;
       [[fallthrough]];
     case Step::kBody:
