@@ -80,8 +80,8 @@ inline void Leader::after_poll() {
 bool Leader::poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term term) {
   const Nanos start = now();
   const Nanos stop = std::min(until, start + spin.budget());
-  for (std::uint32_t turn = 1;; ++turn) {
-    const Nanos at = now();
+  Nanos at = start;
+  for (std::uint32_t turn = 1;; ++turn, at = now()) {
     if (parts_.timer.is_due(at)) parts_.timer.run(parts_.mutex);
     if (at >= stop) break;
     if (at - parts_.sender.coalescing_since() >= kCoalesceDelay) parts_.sender.flush_coalesced();
