@@ -157,7 +157,7 @@ bool Reassembler::is_within_limits() const {
          held_large_ <= largest + kMaxMissing;
 }
 
-void Reassembler::deliver(Inbox& inbox) {
+void Reassembler::deliver_complete(Inbox& inbox) {
   DeliveryOrder order;  // of the messages before `next` that stay
   bool large = false;   // one of them is
   incomplete_ = held_ = 0;
