@@ -55,11 +55,8 @@ PyObject* Decoder::run() {
   return result.release().ptr();
 }
 
-/// Counts objects before they are made. Returns false, with an error, if they are too many.
-bool Decoder::count_objects(std::uint64_t count) {
-  objects_ += count;
-  if (objects_ <= codec_.max_objects()) [[likely]]
-    return true;
+/// Sets the error for too many objects. Returns false.
+bool Decoder::refuse_objects() {
   codec_.count_refused();
   const nb::object args = nb::steal(
       Py_BuildValue("(sN)", "max_objects",

@@ -19,7 +19,12 @@ class Decoder {
   PyObject* run();  // a new reference; nullptr with a Python error set, as for all methods below
 
  private:
-  bool count_objects(std::uint64_t count);
+  /// Counts objects before they are made. Returns false, with an error, if they are too many.
+  bool count_objects(std::uint64_t count) {
+    objects_ += count;
+    return objects_ <= codec_.max_objects() || refuse_objects();
+  }
+  bool refuse_objects();
   bool tables(Reader in);
   bool tensor(Reader& in);
   bool wrap();

@@ -22,7 +22,8 @@ void CallSlab::close(std::uint64_t id) {
   clear_deadline(*call);
   if (call->counted) --async_;
   const std::uint32_t generation = call->generation + 1;
-  *call = Call{};
+  std::destroy_at(call);  // an assignment would move each member of a new call
+  std::construct_at(call);
   call->generation = generation == 0 ? 1 : generation;
   free_.push_back(static_cast<std::uint32_t>((id & 0xffffffff) - 1));
   --used_;

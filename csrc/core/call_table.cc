@@ -206,30 +206,19 @@ void CallTable::on_reply(const ConnectionPtr& c, Incoming&& m, Released& release
 
 WaitEnd CallTable::wait(std::uint64_t id, Nanos deadline, const std::function<bool()>& interrupted, Completion& out) {
   Waiter w;
-  std::uint64_t link;
   Released released;
-  {
-    Lock lock(parts_.mutex);
-    Call* call = slab_.find(id);
-    if (!call && parts_.forked) {  // its completion went to the pool of the parent
-      out = {.status = CallStatus::kStopped, .why = kForked};
-      return WaitEnd::kDone;
-    }
-    if (!call && parts_.queue.take_completion(id, out, released)) return WaitEnd::kDone;
-    if (!call) parts_.queue.flush_deferred();  // its completion may be deferred
-    if (!call || call->waiter || call->wait_set) return WaitEnd::kStopped;
-    call->waiter = &w;
-    link = call->connection;
-  }
-  const WaitEnd end = parts_.leader.wait_for(
-      WaitFor::kReply, w,
-      [&]() REQUIRES(engine_mutex) {
-        Call* call = slab_.find(id);
-        return call->status != CallStatus::kPending;
-      },
-      deadline, interrupted, link);
   Lock lock(parts_.mutex);
-  Call* call = slab_.find(id);
+  Call* const call = slab_.find(id);
+  if (!call && parts_.forked) {  // its completion went to the pool of the parent
+    out = {.status = CallStatus::kStopped, .why = kForked};
+    return WaitEnd::kDone;
+  }
+  if (!call && parts_.queue.take_completion(id, out, released)) return WaitEnd::kDone;
+  if (!call) parts_.queue.flush_deferred();  // its completion may be deferred
+  if (!call || call->waiter || call->wait_set) return WaitEnd::kStopped;
+  call->waiter = &w;  // until this is reset, no other thread closes the call
+  const auto done = [call] { return call->status != CallStatus::kPending; };
+  const WaitEnd end = parts_.leader.wait_for(lock, WaitFor::kReply, w, done, deadline, interrupted, call->connection);
   call->waiter = nullptr;
   if (call->status == CallStatus::kPending || end == WaitEnd::kInterrupted) return end;
   out = std::move(call->completion);
@@ -269,8 +258,9 @@ bool CallTable::add_wait_set(WaitSet& c) {
 
 WaitEnd CallTable::wait(WaitSet& c, const std::function<bool()>& interrupted, std::deque<WorkItem>& out) {
   const auto done = [&c] { return !c.completions.empty() || c.expected == 0 || c.notified; };
-  const WaitEnd end = parts_.leader.wait_for(WaitFor::kCompletions, c.waiter, done, kNever, interrupted, c.connection);
   Lock lock(parts_.mutex);
+  const WaitEnd end =
+      parts_.leader.wait_for(lock, WaitFor::kCompletions, c.waiter, done, kNever, interrupted, c.connection);
   std::move(c.completions.begin(), c.completions.end(), std::back_inserter(out));
   c.completions.clear();
   c.notified = false;

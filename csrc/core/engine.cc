@@ -39,7 +39,7 @@ void Engine::stop(Nanos timeout) {
   Waiter w;
   const auto nothing_waits = [&]() REQUIRES(engine_mutex) { return !parts_.peers.has_pending(); };
   // Messages already accepted must get a connection.
-  parts_.leader.wait_for(WaitFor::kProgress, w, nothing_waits, deadline, {});
+  parts_.leader.wait_for_progress(w, nothing_waits, deadline, {});
   {
     Lock lock(parts_.mutex);
     parts_.stopping = true;

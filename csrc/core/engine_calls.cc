@@ -95,7 +95,7 @@ bool Engine::wait_for_room(std::uint64_t id, std::int32_t peer, std::int64_t siz
       const Peer* found = parts_.peers.find(peer);
       return !found || found->connection != connection || parts_.overload.has_room(peer, size);
     };
-    end = parts_.leader.wait_for(WaitFor::kProgress, w, may_have_room, o.deadline, o.interrupted);
+    end = parts_.leader.wait_for_progress(w, may_have_room, o.deadline, o.interrupted);
   }
   return end == WaitEnd::kStopped;
 }

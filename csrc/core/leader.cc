@@ -166,13 +166,21 @@ void Leader::notify_parked() { notify_fd(park_fd_.get()); }
 
 // ---- waiting
 
-WaitEnd Leader::wait_for(WaitFor what, Waiter& w, const std::function<bool()>& done, Nanos deadline,
+WaitEnd Leader::wait_for_progress(Waiter& w, const std::function<bool()>& done, Nanos deadline,
+                                  const std::function<bool()>& interrupted) {
+  Lock lock(parts_.mutex);
+  return wait_for(lock, WaitFor::kProgress, w, done, deadline, interrupted);
+}
+
+WaitEnd Leader::wait_for(Lock& lock, WaitFor what, Waiter& w, const std::function<bool()>& done, Nanos deadline,
                          const std::function<bool()>& interrupted, std::uint64_t connection) {
   bool leading = false;
   int requests_read = 0;
-  if (parts_.sender.has_coalesced()) parts_.sender.flush_coalesced();
-  std::vector<ConnectionPtr> closed;
-  Lock lock(parts_.mutex);
+  if (parts_.sender.has_coalesced()) {
+    lock.unlock();
+    parts_.sender.flush_coalesced();
+    lock.lock();
+  }
   WaitEnd end = WaitEnd::kDone;
   if (what == WaitFor::kProgress) {
     progress_.push_back(&w);
@@ -197,7 +205,6 @@ WaitEnd Leader::wait_for(WaitFor what, Waiter& w, const std::function<bool()>& d
       leading = true;
       if (connection != 0 && caller_spin_.budget() > 0) enable_busy_poll_for(connection);
     }
-    if (done()) break;
     if (leading) {
       // Completions of other calls: most often this thread's own reply is next, and it leaves soon to run them.
       const bool finished = parts_.queue.has_urgent_items();
@@ -250,8 +257,13 @@ WaitEnd Leader::wait_for(WaitFor what, Waiter& w, const std::function<bool()>& d
   }
   // A thread with some completions of a wait set waits again soon; if it does not, it dissolves the set.
   if (leading || std::exchange(w.made_leader, false)) resign(what == WaitFor::kCompletions && end == WaitEnd::kDone);
-  if (parts_.stopped && !has_leader_) closed = reap_closed();  // no thread will poll again
   if (parts_.queue.has_urgent_items()) parts_.timer.arm(now() + kHandoffDelay);
+  if (parts_.stopped && !has_leader_) {  // no thread will poll again
+    std::vector<ConnectionPtr> closed = reap_closed();
+    lock.unlock();
+    closed.clear();
+    lock.lock();
+  }
   return end;
 }
 

@@ -48,10 +48,14 @@ class Leader {
 
   // ---- waiting
 
-  /// Waits until `done` returns true, which is called with the mutex held. Polls or sleeps meanwhile. `connection`: the
-  /// one that the thread waits for, or 0.
-  WaitEnd wait_for(WaitFor what, Waiter& w, const std::function<bool()>& done, Nanos deadline,
-                   const std::function<bool()>& interrupted, std::uint64_t connection = 0) EXCLUDES(engine_mutex);
+  /// Waits until `done` returns true, which is called with the mutex held. Polls or sleeps meanwhile, without the
+  /// mutex. `connection`: the one that the thread waits for, or 0.
+  WaitEnd wait_for(Lock& lock, WaitFor what, Waiter& w, const std::function<bool()>& done, Nanos deadline,
+                   const std::function<bool()>& interrupted, std::uint64_t connection = 0)
+      REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  /// Waits in the same way for progress in sending, by a caller without the mutex.
+  WaitEnd wait_for_progress(Waiter& w, const std::function<bool()>& done, Nanos deadline,
+                            const std::function<bool()>& interrupted) EXCLUDES(engine_mutex);
   /// See `Engine::next`.
   bool next(PoolThread& self, WorkItem& out) EXCLUDES(engine_mutex);
 

@@ -80,8 +80,8 @@ inline void Leader::after_poll() {
 bool Leader::poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term term) {
   const Nanos start = now();
   const Nanos stop = std::min(until, start + spin.budget());
-  for (std::uint32_t turn = 1;; ++turn) {
-    const Nanos at = now();
+  Nanos at = start;
+  for (std::uint32_t turn = 1;; ++turn, at = now()) {
     if (parts_.timer.is_due(at)) parts_.timer.run(parts_.mutex);
     if (at >= stop) break;
     if (at - parts_.sender.coalescing_since() >= kCoalesceDelay) parts_.sender.flush_coalesced();
@@ -252,7 +252,7 @@ void Leader::on_message(const ConnectionPtr& c, Incoming&& m) {
   }
   std::shared_ptr<const Name> name;
   if (const std::uint32_t id = m.header.name_id) {
-    if (!m.name.empty() && !define_name(*c, id, std::move(m.name))) {
+    if (m.name && !define_name(*c, id, std::move(*m.name))) {
       return parts_.peers.close_connection(c, "it defined more than " + std::to_string(kMaxNames) + " names, or " +
                                                   std::to_string(kMaxNameBytes) + " bytes of names");
     }

@@ -152,13 +152,15 @@ struct Outgoing {
   std::shared_ptr<PendingSend> pending_send;  // state of a message that waits for a connection
   std::string reason;                         // the body of a message without content (kLeftOut)
 
-  // Owned by the link that sends it: sent bytes of the prefix, the body and the segments in that order.
+  // Owned by the link that sends it: sent bytes of the header, the prefix, the body and the segments in that order.
   std::uint64_t sent = 0;
-  std::uint64_t total = 0;   // bytes of the frame, set when sending begins
+  std::uint64_t total = 0;   // bytes of the frame, set when sending begins: from then on the header does not change
   std::size_t segment = 0;   // number of segments sent,
   std::uint64_t passed = 0;  // and their bytes
-  std::string prefix;        // header, segment headers and name, as sent
+  std::string prefix;        // segment headers and name, as sent; empty for most calls
 
+  /// Returns whether the link sends it in parts and has begun.
+  bool is_begun() const { return total > 0; }
   std::uint64_t payload_size() const {
     std::uint64_t n = body.size();
     for (const auto& s : segments) n += s.size;
@@ -183,9 +185,9 @@ inline std::int64_t weight(std::uint64_t payload) { return static_cast<std::int6
 /// A complete received message.
 struct Incoming {
   FrameHeader header;
-  std::uint64_t number = 0;  // of a frame on a byte stream, see `is_numbered`
-  std::string name;
-  BlockPtr body;  // null when empty
+  std::uint64_t number = 0;           // of a frame on a byte stream, see `is_numbered`
+  std::unique_ptr<std::string> name;  // definition of header.name_id; null if the sender has made it before
+  BlockPtr body;                      // null when empty
   std::vector<BlockPtr> segments;
   // Not 0: there was no memory for this number of bytes. The link has read and discarded all except the trailer.
   std::uint64_t discarded = 0;
@@ -198,6 +200,7 @@ struct Incoming {
     return n;
   }
 
+  std::string_view name_view() const { return name ? std::string_view(*name) : std::string_view(); }
   std::string_view body_view() const {
     return body ? std::string_view(reinterpret_cast<const char*>(body->data()), body->size()) : std::string_view();
   }

@@ -169,7 +169,7 @@ void Sender::flush(const ConnectionPtr& c) {
     while (!buffered && !(c->queue.empty() && c->overtaking.empty())) {
       SendQueue& queue = next_queue(*c);
       Outgoing& front = queue.front();
-      if (front.prefix.empty() && front.sent == 0) stamp_timeout(front, now());
+      if (!front.is_begun() && front.sent == 0) stamp_timeout(front, now());
       prepare(*c, front);
       const bool between = &queue == &c->overtaking && !c->queue.empty() && c->queue.front().large;
       const SendState state = between ? c->link->send_between(front) : c->link->send(front);
@@ -260,7 +260,7 @@ void Sender::wait_until_sent(std::int32_t peer, Transmission& p, Nanos deadline,
   if (p.pending_send && !wait_for_pending_send(peer, p, deadline, interrupted)) return;
   Waiter w;
   const auto done = [&p] { return has_left_queue(p); };
-  if (parts_.leader.wait_for(WaitFor::kProgress, w, done, deadline, interrupted) != WaitEnd::kDone) copy_queued(p);
+  if (parts_.leader.wait_for_progress(w, done, deadline, interrupted) != WaitEnd::kDone) copy_queued(p);
 }
 
 /// Waits until a message that waits for a connection is in the queue of one. Returns false if it has been sent or
@@ -270,7 +270,7 @@ bool Sender::wait_for_pending_send(std::int32_t peer, Transmission& p, Nanos dea
   Waiter w;
   auto moved = [&] { return p.pending_send->done || p.pending_send->connection; };
   auto may_proceed = [&] { return moved() || p.pending_send->expired; };
-  const WaitEnd end = parts_.leader.wait_for(WaitFor::kProgress, w, may_proceed, deadline, interrupted);
+  const WaitEnd end = parts_.leader.wait_for_progress(w, may_proceed, deadline, interrupted);
   std::unique_ptr<Outgoing> m;
   {
     Lock lock(parts_.mutex);
@@ -288,8 +288,7 @@ bool Sender::wait_for_pending_send(std::int32_t peer, Transmission& p, Nanos dea
     return false;
   }
   Waiter again;
-  parts_.leader.wait_for(WaitFor::kProgress, again, moved, kNever,
-                         {});  // it may be moving into the queue of a new connection
+  parts_.leader.wait_for_progress(again, moved, kNever, {});  // it may be moving into the queue of a new connection
   Lock lock(parts_.mutex);
   p.connection = p.pending_send->connection;
   p.queue = p.pending_send->queue;
@@ -309,7 +308,7 @@ void Sender::wait_until_reply_sent(PoolThread& self, const Transmission& p) {
   do {
     Waiter w;
     before = p.connection->progress.load(std::memory_order_relaxed);
-    end = parts_.leader.wait_for(WaitFor::kProgress, w, done, now() + kStallTimeout, {});
+    end = parts_.leader.wait_for_progress(w, done, now() + kStallTimeout, {});
   } while (end == WaitEnd::kDeadline && p.connection->progress.load(std::memory_order_relaxed) != before);
   if (end != WaitEnd::kDone) {
     p.connection->stalled.store(true, std::memory_order_relaxed);

@@ -23,7 +23,7 @@ Limits limits_of(std::uint8_t flags) {
 std::string encode(const Incoming& message) {
   Outgoing out;
   out.header = message.header;
-  out.name = message.name;
+  out.name = message.name_view();
   out.body = message.body_view();
   for (const BlockPtr& s : message.segments) out.segments.push_back({s->data(), s->size()});
   std::string bytes(frame_size(out), '\0');
@@ -32,7 +32,7 @@ std::string encode(const Incoming& message) {
 }
 
 void check(const Incoming& message, const Limits& limits, std::string_view& stream, bool& whole) {
-  require(message.name.size() <= limits.name, "a name is within the limits");
+  require(message.name_view().size() <= limits.name, "a name is within the limits");
   require(message.body_view().size() <= limits.body, "a body is within the limits");
   require(message.segments.size() <= limits.segments, "the number of segments is within the limits");
   whole = whole && message.discarded == 0;

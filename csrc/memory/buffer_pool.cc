@@ -113,36 +113,37 @@ BufferPool::~BufferPool() { trim(kNever); }
 BlockPtr BufferPool::allocate(std::size_t size) {
   if (size < kMinPooled) return SmallBlock::make(size, shared_from_this());
   const int size_class = class_of(size);
-  std::byte* memory = nullptr;
+  const std::size_t capacity = capacity_of(size_class);
+  std::byte* memory;
   {
-    std::lock_guard lock(mutex_);
-    if (!free_[size_class].empty()) {
-      memory = free_[size_class].back().memory;
-      free_[size_class].pop_back();
+    std::unique_lock lock(mutex_);
+    auto& free = free_[size_class];
+    if (!free.empty()) {
+      memory = free.back().memory;
+      free.pop_back();
       stats_.cached_blocks -= 1;
-      stats_.cached_bytes -= capacity_of(size_class);
-      if (budget_) budget_->release(capacity_of(size_class));
+      stats_.cached_bytes -= capacity;
+      if (budget_) budget_->release(capacity);
       stats_.hits += 1;
     } else {
       stats_.misses += 1;
+      lock.unlock();
+      memory = obtain_or_trim(capacity);
+      lock.lock();
     }
-  }
-  if (!memory) memory = obtain_or_trim(size_class);
-  {
-    std::lock_guard lock(mutex_);
     stats_.live_blocks += 1;
-    stats_.live_bytes += capacity_of(size_class);
+    stats_.live_bytes += capacity;
   }
   return std::make_unique<PooledBlock>(memory, size, size_class, shared_from_this());
 }
 
 /// Allocates memory from the system. If there is none, releases the cache first and tries again.
-std::byte* BufferPool::obtain_or_trim(int size_class) {
+std::byte* BufferPool::obtain_or_trim(std::size_t capacity) {
   try {
-    return obtain(capacity_of(size_class));
+    return obtain(capacity);
   } catch (const std::bad_alloc&) {
     trim(kNever);
-    return obtain(capacity_of(size_class));
+    return obtain(capacity);
   }
 }
 

@@ -61,7 +61,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   };
 
   BufferPool(std::size_t cache_limit, std::shared_ptr<MemoryBudget> budget);
-  std::byte* obtain_or_trim(int size_class);
+  std::byte* obtain_or_trim(std::size_t capacity);
   void put_back(std::byte* memory, int size_class);
 
   mutable std::mutex mutex_;

@@ -156,7 +156,8 @@ CASE(the_deadline_counts_from_the_header) {
   request.segments = {std::string(100 << 10, 'x')};
   Outgoing out = request.outgoing();
   start_frame(out);
-  CHECK(::send(p.link->fd(), out.prefix.data(), out.prefix.size(), 0) > 0);
+  const std::string head = std::string(reinterpret_cast<const char*>(&out.header), sizeof out.header) + out.prefix;
+  CHECK(::send(p.link->fd(), head.data(), head.size(), 0) > 0);
   int unread = 1;
   while (ioctl(p.link->fd(), SIOCOUTQ, &unread) == 0 && unread > 0) std::this_thread::yield();
   polls(-1, 0, kDelay / kMillisecond);

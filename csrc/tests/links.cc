@@ -56,7 +56,7 @@ void check_same(const Message& sent, const Incoming& got) {
   CHECK_EQ(got.header.call_id, sent.header.call_id);
   CHECK_EQ(got.header.timeout, sent.header.timeout);
   CHECK_EQ(got.header.credit, sent.header.credit);
-  CHECK(got.name == sent.name);
+  CHECK(got.name_view() == sent.name);
   if (sent.body.empty()) {
     CHECK(got.body == nullptr);
   } else {

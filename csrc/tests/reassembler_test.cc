@@ -18,7 +18,7 @@ struct Sender {
     m.header.type = FrameType::kRequest;
     m.header.call_id = number++;
     m.header.segment_count = segments + 1;
-    m.name = std::string(name, 'n');
+    m.name = std::make_unique<std::string>(name, 'n');
     if (body > 0) m.body = std::make_unique<Discarded>(body);
     m.segments.push_back(reassembler.map_segment(m.header, {.size = 1, .lease = kFragmented}, inbox));
     for (std::uint32_t i = 0; i < segments; ++i) m.segments.push_back(std::make_unique<Discarded>(0));

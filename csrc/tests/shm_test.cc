@@ -341,7 +341,7 @@ CASE(large_segments_are_sent_as_bytes_if_no_chunk_can_be_offered) {
   Outgoing m;
   m.header.type = FrameType::kRequest;
   m.segments.push_back({reinterpret_cast<const std::byte*>(bytes.data()), kLarge});
-  for (int turn = 0; m.prefix.empty(); ++turn) {  // its first part fits into the ring
+  for (int turn = 0; !m.is_begun(); ++turn) {  // its first part fits into the ring
     CHECK(turn < 100);
     CHECK(a.send(m) == SendState::kBlocked);
   }

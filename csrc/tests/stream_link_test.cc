@@ -229,7 +229,7 @@ CASE(mutated_frames) {
     }
     CHECK(r.inbox.messages.size() <= 4 + bytes.size() / sizeof(FrameHeader));
     for (const Incoming& m : r.inbox.messages) {
-      CHECK(m.name.size() <= limits.name && m.segments.size() <= limits.segments);
+      CHECK(m.name_view().size() <= limits.name && m.segments.size() <= limits.segments);
       CHECK(!m.body || m.body->size() <= limits.body);
     }
     CHECK(r.inbox.allocated <= (r.inbox.messages.size() + 1) * (limits.body + limits.message + limits.trailer));

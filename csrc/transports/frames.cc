@@ -62,14 +62,15 @@ std::size_t flatten(const Outgoing& m, const FrameHeader& header, std::byte* out
 
 void start_frame(Outgoing& m) {
   fill_header(m.header, m);
-  m.prefix.reserve(sizeof m.header + m.segments.size() * sizeof(SegmentHeader) + m.name.size());
-  m.prefix.append(reinterpret_cast<const char*>(&m.header), sizeof m.header);
-  for (const auto& s : m.segments) {
-    const SegmentHeader h{.size = s.size, .lease = s.lease};
-    m.prefix.append(reinterpret_cast<const char*>(&h), sizeof h);
+  if (!m.segments.empty() || !m.name.empty()) {
+    m.prefix.reserve(m.segments.size() * sizeof(SegmentHeader) + m.name.size());
+    for (const auto& s : m.segments) {
+      const SegmentHeader h{.size = s.size, .lease = s.lease};
+      m.prefix.append(reinterpret_cast<const char*>(&h), sizeof h);
+    }
+    m.prefix.append(m.name);
   }
-  m.prefix.append(m.name);
-  m.total = m.prefix.size() + payload_in_frame(m);
+  m.total = sizeof m.header + m.prefix.size() + payload_in_frame(m);
 }
 
 int fill_iovecs(Outgoing& m, iovec* out, int count, std::uint64_t most) {
@@ -82,6 +83,7 @@ int fill_iovecs(Outgoing& m, iovec* out, int count, std::uint64_t most) {
     most -= taken;
     at += size;
   };
+  add(&m.header, sizeof m.header);
   add(m.prefix.data(), m.prefix.size());
   add(m.body.data(), m.body.size());
   at += m.passed;
@@ -121,7 +123,8 @@ bool FrameReader::begin_frame() {
          std::to_string(limits_.body) + ", " + std::to_string(limits_.segments) + ", " + std::to_string(limits_.name) +
          ")");
   } else {
-    if (is_numbered(h.type)) incoming_.number = numbered_++;
+    incoming_.number = is_numbered(h.type) ? numbered_++ : 0;
+    incoming_.discarded = 0;
     const bool large = h.segment_count > 0 || h.body_size > kAlwaysTaken;
     incoming_.begun = large && h.timeout > 0 ? now() : 0;
     segment_headers_.clear();
@@ -143,8 +146,8 @@ bool FrameReader::begin_segments(Inbox& inbox) {
     }
     segment_headers_.push_back(segment_header_);
   }
-  if (!check_sizes()) return false;
-  incoming_.name.resize(incoming_.header.name_size);
+  if (!segment_headers_.empty() && !check_sizes()) return false;
+  if (const std::size_t size = incoming_.header.name_size) incoming_.name = std::make_unique<std::string>(size, '\0');
   if (!allocate_frame(inbox)) return false;
   step_ = Step::kName;
   return true;
@@ -222,7 +225,7 @@ void FrameReader::discard_content(Inbox& inbox, std::uint64_t size) {
 void FrameReader::deliver(Inbox& inbox) {
   step_ = Step::kHeader;
   if (discarded_ > 0) discard(incoming_, std::exchange(discarded_, 0));
-  inbox.deliver(std::exchange(incoming_, {}));
+  inbox.deliver(Incoming(std::move(incoming_)));  // no content is left; `begin_frame` sets the rest
 }
 
 /// Parses one step; returns false if more bytes are needed or the stream is malformed.
@@ -233,7 +236,7 @@ bool FrameReader::parse(Inbox& inbox) {
     case Step::kSegmentHeaders:
       return begin_segments(inbox);
     case Step::kName:
-      if (!fill(incoming_.name.data(), incoming_.name.size())) return false;
+      if (incoming_.name && !fill(incoming_.name->data(), incoming_.name->size())) return false;
       step_ = Step::kBody;
       [[fallthrough]];
     case Step::kBody:

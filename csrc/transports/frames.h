@@ -31,7 +31,8 @@ std::size_t flatten(const Outgoing& message, const FrameHeader& header, std::byt
 /// Writes the body and the segments, which follow the prefix.
 std::uint64_t payload_in_frame(const Outgoing& message);
 
-/// Begins a frame that is sent in parts: completes its header, sets `prefix` and `total`.
+/// Begins a frame that is sent in parts: completes its header, sets `prefix` and `total`. Makes an allocation only for
+/// segments or a name.
 void start_frame(Outgoing& message);
 
 /// Lists the parts of a begun frame after its first `sent` bytes: at most `count` parts and `most` bytes.

@@ -148,7 +148,7 @@ bool Reassembler::accept(Incoming&& frame) {
 }
 
 std::uint64_t Reassembler::memory_of(const Incoming& m) {
-  return sizeof(Pending) + m.name.size() + m.segments.size() * kSegmentMemory + m.payload_size();
+  return sizeof(Pending) + m.name_view().size() + m.segments.size() * kSegmentMemory + m.payload_size();
 }
 
 bool Reassembler::is_within_limits() const {
@@ -157,7 +157,7 @@ bool Reassembler::is_within_limits() const {
          held_large_ <= largest + kMaxMissing;
 }
 
-void Reassembler::deliver(Inbox& inbox) {
+void Reassembler::deliver_complete(Inbox& inbox) {
   DeliveryOrder order;  // of the messages before `next` that stay
   bool large = false;   // one of them is
   incomplete_ = held_ = 0;

@@ -36,7 +36,10 @@ class Reassembler final : public SegmentSource {
   bool accept(Incoming&& frame);
 
   /// Delivers the complete messages that the order rules allow.
-  void deliver(Inbox& inbox);
+  void deliver(Inbox& inbox) {
+    if (!messages_.empty()) [[unlikely]]
+      deliver_complete(inbox);
+  }
 
   /// Returns whether a frame needs no reassembly and no order, because no message is incomplete.
   bool passes(const Incoming& frame) const { return frame.header.type != FrameType::kFragment && !begun() && !waits(); }
@@ -76,6 +79,7 @@ class Reassembler final : public SegmentSource {
   static bool may_be_discarded(const Pending& message);
   static std::uint64_t memory_of(const Incoming& message);
   bool is_within_limits() const;
+  void deliver_complete(Inbox& inbox);
   bool complete_fragment(std::uint64_t number, std::uint64_t place, const Block& block);
 
   static constexpr std::uint64_t kWhole = UINT64_MAX;  // number of a message that is not fragmented

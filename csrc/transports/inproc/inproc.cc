@@ -321,7 +321,7 @@ class InprocLink final : public Link {
     try {
       Incoming m;
       m.header = h;
-      m.name = std::move(p.name);
+      if (!p.name.empty()) m.name = std::make_unique<std::string>(std::move(p.name));
       if (p.discarded > 0 || !take_content(inbox, p, m)) {
         if (p.discarded == 0 && !may_be_discarded(h.type, size + h.name_size)) return "no memory for a message";
         m.segments.clear();

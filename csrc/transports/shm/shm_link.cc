@@ -188,7 +188,7 @@ SendState ShmLink::send_between(Outgoing& m) {
   if (!is_open()) return SendState::kBroken;
   if (!shared_.load(std::memory_order_acquire)) return SendState::kBlocked;
   SendState state = SendState::kSent;
-  if (large_.message && !large_.framed && !large_.message->prefix.empty()) {
+  if (large_.message && !large_.framed && large_.message->is_begun()) {
     state = send_frame(*large_.message, large_.copying);
     large_.framed = state == SendState::kSent;
   } else if (large_.message && large_.fragment.busy) {
@@ -202,7 +202,7 @@ SendState ShmLink::send_between(Outgoing& m) {
 
 /// Sends a frame, after its large segments have been copied into the arena. Fragments follow.
 SendState ShmLink::send_frame(Outgoing& m, Copying& copying) {
-  if (m.prefix.empty()) {
+  if (!m.is_begun()) {
     if (!m.segments.empty()) {
       const SendState state = copy_to_arena(m, copying);
       if (state != SendState::kSent) return state;
@@ -237,7 +237,7 @@ SendState ShmLink::send_fragments(Outgoing& m) {
 SendState ShmLink::send_fragment(const Outgoing& m) {
   Fragment& fragment = large_.fragment;
   fragment.locate(m);
-  if (fragment.out.prefix.empty()) start_frame(fragment.out);
+  if (!fragment.out.is_begun()) start_frame(fragment.out);
   const SendState state = write(fragment.out, UINT64_MAX);
   fragment.busy = state != SendState::kSent;
   return state;
@@ -245,7 +245,6 @@ SendState ShmLink::send_fragment(const Outgoing& m) {
 
 /// Writes at most `most` bytes of a frame that has been begun into the ring.
 SendState ShmLink::write(Outgoing& m, std::uint64_t most) {
-  if (m.total == 0) m.total = m.prefix.size() + payload_in_frame(m);
   const std::uint64_t turn = m.total - m.sent > most ? m.sent + most : m.total;
   while (m.sent < m.total) {
     if (m.sent >= turn) return SendState::kBlocked;

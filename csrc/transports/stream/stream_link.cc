@@ -99,7 +99,7 @@ SendState StreamLink::send(Outgoing& m) {
     const SendState state = flush();
     if (state != SendState::kSent) return state;
   }
-  if (m.prefix.empty()) {
+  if (!m.is_begun()) {
     if (!has_segment_source_) clear_leases(m);
     if (frame_size(m) <= kFlatFrame) {
       fill_header(m.header, m);
@@ -114,7 +114,6 @@ SendState StreamLink::send(Outgoing& m) {
     const bool large = m.total >= kLargeFrame || m.header.type == FrameType::kFragment;
     if (large && !std::exchange(sent_large_, true) && kind_.before_large) kind_.before_large(fd());
   }
-  if (m.total == 0) m.total = m.prefix.size() + payload_in_frame(m);
   const std::uint64_t turn = m.sent + kSendTurn;
   while (m.sent < m.total) {
     if (m.sent >= turn) return SendState::kBlocked;

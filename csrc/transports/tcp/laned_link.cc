@@ -133,7 +133,7 @@ SendState LanedLink::send(Outgoing& m) {
   if (sends_no_more_) return SendState::kBroken;
   if (large_.message) return send_large(m);
   waits_for_first_ = true;
-  if (m.segments.empty() || !m.prefix.empty() || m.sent > 0) return first_.send(m);
+  if (m.segments.empty() || m.is_begun()) return first_.send(m);
   for (OutSegment& s : m.segments) s.lease = 0;  // a stream shares no memory
   const std::uint64_t size = large_bytes(m, striping_.sizes);
   if (size == 0) return first_.send(m);
