@@ -108,7 +108,10 @@ CASE_ON_EVERY_SCHEME(a_late_reply_is_no_result) {
   b.answer(kept, "a part");
   a.completion_count.wait_for(1);
   CHECK(a.completions[1].status == CallStatus::kTimedOut);
-  b.on_custom = [&](WorkItem& item) { b.answer(item, "whole"); };
+  {
+    std::lock_guard lock(b.mutex);
+    b.on_custom = [&](WorkItem& item) { b.answer(item, "whole"); };
+  }
   CHECK_EQ(body_of(a.call(1, {.tag = kCustom})), "whole");
   wait_until_quiet(b);
 }
