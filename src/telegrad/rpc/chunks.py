@@ -7,13 +7,11 @@ from time import perf_counter_ns
 from types import CoroutineType
 from typing import Any, TypeAlias
 
-from torch.futures import Future
-
 from telegrad.rpc.cancellation import cancelled
 from telegrad.serialize.exceptions import pack_exception
 from telegrad.worker import Worker, process_hooks
 from telegrad.worker.calls.callables import callee_of, found, rerun_for_torch_error
-from telegrad.worker.calls.future import CallFuture, awaitable_of
+from telegrad.worker.calls.future import CallFuture, awaitable_of, is_future
 from telegrad.worker.calls.interceptors import carriers
 from telegrad.worker.default_worker import open_worker
 from telegrad.worker.serving.intercepted import has_async_mark, not_a_future
@@ -108,7 +106,7 @@ def _settled(function: object, result: Any) -> Awaitable[tuple[object, BaseExcep
     waiting: Awaitable[object] | None = None
     if type(result) is CoroutineType:
         waiting = result
-    elif isinstance(result, Future):
+    elif is_future(result):
         waiting = awaitable_of(result)
 
     async def settle() -> tuple[object, BaseException | None]:

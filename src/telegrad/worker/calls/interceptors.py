@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from telegrad.errors import TelegradError
 from telegrad.worker.calls.callables import name_of
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture, is_future
 
 __all__ = [
     "PICKLER",
@@ -256,7 +256,7 @@ def run_chain(chain: tuple[Interceptor, ...], call: InterceptedCall, last: Proce
 
     def proceed(call: InterceptedCall, /) -> Future[Any]:
         result = run_chain(rest, call, last)
-        return result if isinstance(result, Future) else succeeded(result)
+        return result if is_future(result) else succeeded(result)
 
     result = first(call, proceed)
     if isinstance(result, Coroutine):

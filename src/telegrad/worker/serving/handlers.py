@@ -25,7 +25,7 @@ from telegrad.worker import process_hooks
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
 from telegrad.worker.calls.encoded import Encoded
-from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.future import CallFuture, is_future
 from telegrad.worker.calls.interceptors import Interceptors
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.closed import AnyEngine
@@ -219,7 +219,7 @@ class Handlers:
                 )
             )  # fmt: skip
             return
-        if not isinstance(result, torch._C.Future):
+        if not is_future(result):
             raise not_a_future(result, function)
         deferred = self._defer(info, function)
         result.add_done_callback(lambda done: self._complete(info, done))
