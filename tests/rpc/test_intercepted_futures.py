@@ -1,4 +1,4 @@
-"""Futures of torch as results of functions and interceptors, and errors that pass through `then`."""
+"""Futures of torch as results, and errors of handlers that pass through `then`."""
 
 import asyncio
 from collections.abc import Iterator
