@@ -8,6 +8,8 @@ from types import CoroutineType
 from typing import Any, TypeAlias
 
 from telegrad.rpc.cancellation import cancelled
+from telegrad.rpc.copies import Copier
+from telegrad.serialize.copies import IMMUTABLE
 from telegrad.serialize.exceptions import pack_exception
 from telegrad.worker import Worker, process_hooks
 from telegrad.worker.calls.callables import callee_of, found, rerun_for_torch_error
@@ -42,13 +44,17 @@ def run_chunk(function: bytes | Callable[[Any], object], items: list[Any], calle
     worker = open_worker()
     run: Any = callee_of(function)
     results: list[Any] = []
-    add, failure = results.append, None
+    add, failure, copy, last = results.append, None, Copier(worker).copy, len(items) - 1
+    immutable = IMMUTABLE
     size = 1  # of the next slice
     began = start = perf_counter_ns()
     while failure is None and (done := len(results)) < len(items):
         try:
             for item in items[done : done + size]:
-                add(run(item))
+                result = run(item)
+                if type(result) not in immutable and len(results) < last:
+                    result = copy(result)
+                add(result)
             now = perf_counter_ns()
             size = min(GROWTH * size, MOST_IN_SLICE, max(size * SLICE_TIME // max(now - start, 1), 1))
             start = now
@@ -58,11 +64,11 @@ def run_chunk(function: bytes | Callable[[Any], object], items: list[Any], calle
             if process_hooks.forked:
                 raise
             try:
-                result, error = rerun_for_torch_error(run, (items[len(results)],), {}, e)
+                again, error = rerun_for_torch_error(run, (items[len(results)],), {}, e)
             except BaseException as raised:
-                result, error = None, raised
+                again, error = None, raised
             if error is None:
-                add(result)
+                add(copy(again))
             else:
                 failure = _pack(worker, error, caller)
     duration = perf_counter_ns() - began
@@ -91,7 +97,8 @@ async def _gather(worker: Worker, function: object, deferred: _Deferred, failure
     """Await deferred results, all at once."""
     results: list[Any] = []
     try:
-        settled = await asyncio.gather(*[_settled(function, result) for result in deferred])
+        copy = Copier(worker).copy
+        settled = await asyncio.gather(*[_settled(function, result, copy) for result in deferred])
     finally:
         deferred.end_unawaited()  # now: the traceback of a cancellation refers to this frame
     for result, error in settled:
@@ -101,8 +108,10 @@ async def _gather(worker: Worker, function: object, deferred: _Deferred, failure
     return results, None, failure
 
 
-def _settled(function: object, result: Any) -> Awaitable[tuple[object, BaseException | None]]:
-    """Return a coroutine of a deferred result and its error."""
+def _settled(
+    function: object, result: Any, copy: Callable[[object], object]
+) -> Awaitable[tuple[object, BaseException | None]]:
+    """Return a coroutine of a copy of a deferred result, and of its error."""
     waiting: Awaitable[object] | None = None
     if type(result) is CoroutineType:
         waiting = result
@@ -112,7 +121,7 @@ def _settled(function: object, result: Any) -> Awaitable[tuple[object, BaseExcep
     async def settle() -> tuple[object, BaseException | None]:
         try:
             if waiting is not None:
-                return await waiting, None
+                return copy(await waiting), None
             if has_async_mark(function):
                 raise not_a_future(result, function)
         except asyncio.CancelledError as e:
