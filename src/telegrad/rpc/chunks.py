@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from inspect import CORO_CREATED, getcoroutinestate
 from time import perf_counter_ns
-from types import CoroutineType
+from types import CoroutineType, MappingProxyType
 from typing import Any, TypeAlias
 
 from telegrad.rpc.cancellation import cancelled
@@ -12,9 +12,9 @@ from telegrad.rpc.copies import Copier
 from telegrad.serialize.copies import IMMUTABLE
 from telegrad.serialize.exceptions import pack_exception
 from telegrad.worker import Worker, process_hooks
-from telegrad.worker.calls.callables import callee_of, found, rerun_for_torch_error
+from telegrad.worker.calls.callables import callee_of, found, full_name_of, rerun_for_torch_error
 from telegrad.worker.calls.future import CallFuture, awaitable_of, is_future
-from telegrad.worker.calls.interceptors import carriers
+from telegrad.worker.calls.interceptors import around_handlers, carriers
 from telegrad.worker.default_worker import open_worker
 from telegrad.worker.serving.intercepted import has_async_mark, not_a_future
 
@@ -95,6 +95,7 @@ class _Deferred(list[Any]):
 
 async def _gather(worker: Worker, function: object, deferred: _Deferred, failure: bytes | None, caller: int) -> Reply:
     """Await deferred results, all at once."""
+    worker.handlers.name_deferred(full_name_of(function))
     results: list[Any] = []
     try:
         copy = Copier(worker).copy
@@ -148,6 +149,7 @@ class _ChunkCarrier:
     """Chunk as interceptors see it: a call of the function with the list of items."""
 
     kind = "map"
+    paths: Mapping[str, str] = MappingProxyType({"args[1]": "args", "args[0]": "the function"})
 
     def show(
         self, args: Sequence[Any], find: Callable[..., Any] = found, /
@@ -169,3 +171,4 @@ class _ChunkCarrier:
 
 
 carriers[run_chunk] = _ChunkCarrier()
+around_handlers.add(__file__)

@@ -205,14 +205,22 @@ class _Chunk:
         """
         return self.callee is None
 
+    def describe(self, label: str) -> str:
+        """Return a text for people.
+
+        Args:
+            label: Name of the function.
+        """
+        count = len(self.items)
+        return f"{label} (a chunk of rpc.map with {count} {'item' if count == 1 else 'items'})"
+
     def noted(self, error: BaseException, label: str) -> BaseException:
         """Add the indices of the items to an error of the whole chunk."""
         last = self.start + len(self.items) - 1
         where = f"item {last}" if last == self.start else f"items {self.start} to {last}"
         error.add_note(f"in rpc.map of {label}, at {where}")
         if isinstance(error, TelegradError) and not isinstance(error, RemoteError):
-            count = len(self.items)
-            text = f"{label} (a chunk of rpc.map with {count} {'item' if count == 1 else 'items'})"
+            text = self.describe(label)
             error.args = tuple(_renamed(each, text) for each in error.args)
             if isinstance(error, RpcTimeout):
                 error.call = _renamed(error.call, text)
@@ -320,6 +328,7 @@ class _Mapping:
         sent: list[CallFuture[Reply]] = []
         try:
             sent.extend(starmap(calls.client.start, (call,)))  # has the future before a signal handler can run
+            sent[0]._request = callee.info.id, chunk.describe(self._label), call[-1]
             self._follow(chunk, callee, sent[0])
         except BaseException:
             for future in sent:

@@ -101,6 +101,13 @@ class Handlers:
         """Return the requests with a deferred result by connection and call."""
         return self._deferred.copy()
 
+    def name_deferred(self, function: str) -> None:
+        """Set the name of the program's function that the running coroutine awaits, for diagnostics."""
+        scope = current.get()
+        deferred = None if scope is None else self._deferred.get((scope.connection, scope.call))
+        if deferred is not None:
+            deferred.name = function
+
     def update_recording(self) -> None:
         """Have Python prepare all requests if a profile or interceptor needs them."""
         self.worker.server.record_all(tracing.observer.serving or bool(self.interceptors.chain))

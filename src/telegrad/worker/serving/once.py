@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import CoroutineType
+from types import CoroutineType, MappingProxyType
 from typing import Any, TypeAlias
 
 from torch.futures import Future
@@ -405,6 +405,7 @@ class _RunCarrier:
     """Call with a `Retry` as interceptors see it: a call of the program's function."""
 
     kind = "retry"
+    paths: Mapping[str, str] = MappingProxyType({"args[3]": "args", "args[4]": "kwargs", "args[2]": "the function"})
 
     def show(
         self, args: Sequence[Any], find: Callable[..., Any] = found, /
