@@ -155,7 +155,7 @@ def test_map_raises_at_once_if_a_signal_handler_raises_in_the_items() -> None:
         yield 1
 
     before = signal.signal(signal.SIGUSR1, on_signal)
-    source = Source(items())
+    source = Source(items(), copy=lambda item: item)
     try:
         with pytest.raises(Timer):
             source.take(2, None)

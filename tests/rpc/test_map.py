@@ -180,7 +180,7 @@ def test_size_by_duration() -> None:
     assert callee.size == mapping.MOST_ITEMS
     callee.adapt(([0] * 1000, None, None))
     assert callee.size == mapping.MOST_DEFERRED
-    callee.adapt(([torch.empty(mapping.CHUNK_BYTES // 8)] * 100, 1, None))
+    callee.adapt(([bytes(mapping.CHUNK_BYTES // 2)] * 100, 1, None))
     assert callee.size == 2
     callee.adapt(([], 1, b"error"))
     assert callee.size == 2
@@ -190,9 +190,19 @@ def test_size_by_duration() -> None:
     "make", [torch.empty, lambda n: bytes(4 * n), lambda n: [torch.empty(n)], lambda n: {1: "x" * 4 * n}]
 )
 def test_chunks_are_bounded_by_bytes(make: Any) -> None:
-    source = Source(make(mapping.CHUNK_BYTES // 16) for _ in range(9))
-    assert [len(source.take(6, mapping.CHUNK_BYTES)) for _ in range(4)] == [4, 4, 1, 0]
+    source = Source((make(1000) for _ in range(9)), identity)
+    assert [len(source.take(6, 15_000)) for _ in range(4)] == [4, 4, 1, 0]
     assert source.taken == 9
+
+
+@pytest.mark.parametrize("make", [torch.empty, lambda n: [torch.empty(n)], lambda n: {1: "x" * 4 * n}])
+def test_an_item_that_is_expensive_to_copy_ends_its_chunk(make: Any) -> None:
+    source = Source(map(make, [1, 20_000, 20_000, 1, 1]), lambda item: [item])
+    chunks = [source.take(6, mapping.CHUNK_BYTES) for _ in range(3)]
+    assert [len(chunk) for chunk in chunks] == [2, 1, 2]
+    callee = mapping._Callee(rpc.get_worker_info())
+    callee.adapt((list(map(make, [1, 20_000])), 1, None))
+    assert callee.size == 1
 
 
 def test_a_given_chunk(chunk_sizes: list[int]) -> None:

@@ -4,17 +4,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from inspect import CORO_CREATED, getcoroutinestate
 from time import perf_counter_ns
-from types import CoroutineType
+from types import CoroutineType, MappingProxyType
 from typing import Any, TypeAlias
 
-from torch.futures import Future
-
 from telegrad.rpc.cancellation import cancelled
+from telegrad.rpc.copies import Copier
+from telegrad.serialize.copies import IMMUTABLE
 from telegrad.serialize.exceptions import pack_exception
 from telegrad.worker import Worker, process_hooks
-from telegrad.worker.calls.callables import callee_of, found, rerun_for_torch_error
-from telegrad.worker.calls.future import CallFuture, awaitable_of
-from telegrad.worker.calls.interceptors import carriers
+from telegrad.worker.calls.callables import callee_of, found, full_name_of, rerun_for_torch_error
+from telegrad.worker.calls.future import CallFuture, awaitable_of, is_future
+from telegrad.worker.calls.interceptors import around_handlers, carriers
 from telegrad.worker.default_worker import open_worker
 from telegrad.worker.serving.intercepted import has_async_mark, not_a_future
 
@@ -44,13 +44,17 @@ def run_chunk(function: bytes | Callable[[Any], object], items: list[Any], calle
     worker = open_worker()
     run: Any = callee_of(function)
     results: list[Any] = []
-    add, failure = results.append, None
+    add, failure, copy, last = results.append, None, Copier(worker).copy, len(items) - 1
+    immutable = IMMUTABLE
     size = 1  # of the next slice
     began = start = perf_counter_ns()
     while failure is None and (done := len(results)) < len(items):
         try:
             for item in items[done : done + size]:
-                add(run(item))
+                result = run(item)
+                if type(result) not in immutable and len(results) < last:
+                    result = copy(result)
+                add(result)
             now = perf_counter_ns()
             size = min(GROWTH * size, MOST_IN_SLICE, max(size * SLICE_TIME // max(now - start, 1), 1))
             start = now
@@ -60,11 +64,11 @@ def run_chunk(function: bytes | Callable[[Any], object], items: list[Any], calle
             if process_hooks.forked:
                 raise
             try:
-                result, error = rerun_for_torch_error(run, (items[len(results)],), {}, e)
+                again, error = rerun_for_torch_error(run, (items[len(results)],), {}, e)
             except BaseException as raised:
-                result, error = None, raised
+                again, error = None, raised
             if error is None:
-                add(result)
+                add(copy(again))
             else:
                 failure = _pack(worker, error, caller)
     duration = perf_counter_ns() - began
@@ -91,9 +95,11 @@ class _Deferred(list[Any]):
 
 async def _gather(worker: Worker, function: object, deferred: _Deferred, failure: bytes | None, caller: int) -> Reply:
     """Await deferred results, all at once."""
+    worker.handlers.name_deferred(full_name_of(function))
     results: list[Any] = []
     try:
-        settled = await asyncio.gather(*[_settled(function, result) for result in deferred])
+        copy = Copier(worker).copy
+        settled = await asyncio.gather(*[_settled(function, result, copy) for result in deferred])
     finally:
         deferred.end_unawaited()  # now: the traceback of a cancellation refers to this frame
     for result, error in settled:
@@ -103,18 +109,20 @@ async def _gather(worker: Worker, function: object, deferred: _Deferred, failure
     return results, None, failure
 
 
-def _settled(function: object, result: Any) -> Awaitable[tuple[object, BaseException | None]]:
-    """Return a coroutine of a deferred result and its error."""
+def _settled(
+    function: object, result: Any, copy: Callable[[object], object]
+) -> Awaitable[tuple[object, BaseException | None]]:
+    """Return a coroutine of a copy of a deferred result, and of its error."""
     waiting: Awaitable[object] | None = None
     if type(result) is CoroutineType:
         waiting = result
-    elif isinstance(result, Future):
+    elif is_future(result):
         waiting = awaitable_of(result)
 
     async def settle() -> tuple[object, BaseException | None]:
         try:
             if waiting is not None:
-                return await waiting, None
+                return copy(await waiting), None
             if has_async_mark(function):
                 raise not_a_future(result, function)
         except asyncio.CancelledError as e:
@@ -141,6 +149,7 @@ class _ChunkCarrier:
     """Chunk as interceptors see it: a call of the function with the list of items."""
 
     kind = "map"
+    paths: Mapping[str, str] = MappingProxyType({"args[1]": "args", "args[0]": "the function"})
 
     def show(
         self, args: Sequence[Any], find: Callable[..., Any] = found, /
@@ -162,3 +171,4 @@ class _ChunkCarrier:
 
 
 carriers[run_chunk] = _ChunkCarrier()
+around_handlers.add(__file__)

@@ -14,8 +14,10 @@ from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, TelegradErr
 from telegrad.rpc.calls import NOT_CALLABLE
 from telegrad.rpc.chunks import Reply, run_chunk
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
-from telegrad.rpc.map_items import SMALL, Source, nbytes
+from telegrad.rpc.copies import Copier
+from telegrad.rpc.map_items import COPIED, SMALL, Source, nbytes
 from telegrad.rpc.progress import find_bar
+from telegrad.serialize.copies import IMMUTABLE
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.function_names import NotByName
 from telegrad.serialize.tracebacks import is_of_signal_handler, strip_own_frames
@@ -147,7 +149,7 @@ def map(
     if not many:
         raise ValueError("rpc.map needs at least one worker: pass a worker, or a sequence of workers")
     callees = [_Callee(info) for info in {i.id: i for i in (worker.members.resolve(to) for to in many)}.values()]
-    source = Source(items)
+    source = Source(items, Copier(worker).copy)
     bar = find_bar() if progress else None
     results = _Mapping(worker, callees, func, source, chunk, in_flight or IN_FLIGHT, ordered, timeout, retry).results()
     return results if bar is None else bar(results, len(items) if isinstance(items, Sized) else None)
@@ -179,7 +181,9 @@ class _Callee:
         else:
             size = min(size, CHUNK_TIME * count // max(duration, 1))
         if type(results[-1]) not in SMALL:
-            size = min(size, CHUNK_BYTES // max(nbytes(results[-1]), 1))
+            bytes_each = max(nbytes(results[-1]), 1)
+            is_copied = type(results[-1]) not in IMMUTABLE
+            size = 1 if is_copied and bytes_each > COPIED else min(size, CHUNK_BYTES // bytes_each)
         self.size = max(1, min(size, most))
 
 
@@ -201,14 +205,22 @@ class _Chunk:
         """
         return self.callee is None
 
+    def describe(self, label: str) -> str:
+        """Return a text for people.
+
+        Args:
+            label: Name of the function.
+        """
+        count = len(self.items)
+        return f"{label} (a chunk of rpc.map with {count} {'item' if count == 1 else 'items'})"
+
     def noted(self, error: BaseException, label: str) -> BaseException:
         """Add the indices of the items to an error of the whole chunk."""
         last = self.start + len(self.items) - 1
         where = f"item {last}" if last == self.start else f"items {self.start} to {last}"
         error.add_note(f"in rpc.map of {label}, at {where}")
         if isinstance(error, TelegradError) and not isinstance(error, RemoteError):
-            count = len(self.items)
-            text = f"{label} (a chunk of rpc.map with {count} {'item' if count == 1 else 'items'})"
+            text = self.describe(label)
             error.args = tuple(_renamed(each, text) for each in error.args)
             if isinstance(error, RpcTimeout):
                 error.call = _renamed(error.call, text)
@@ -316,6 +328,7 @@ class _Mapping:
         sent: list[CallFuture[Reply]] = []
         try:
             sent.extend(starmap(calls.client.start, (call,)))  # has the future before a signal handler can run
+            sent[0]._request = callee.info.id, chunk.describe(self._label), call[-1]
             self._follow(chunk, callee, sent[0])
         except BaseException:
             for future in sent:

@@ -1,15 +1,18 @@
 """Items of `telegrad.rpc.map`, as the program gives them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Final
 
+from telegrad.serialize.copies import IMMUTABLE
 from telegrad.serialize.tracebacks import is_of_signal_handler
 
-__all__ = ["SMALL", "Source", "nbytes"]
+__all__ = ["COPIED", "SMALL", "Source", "nbytes"]
 
 SMALL: Final = frozenset((int, float, bool, complex, type(None)))
 """Types whose size in bytes need not be counted."""
+
+COPIED: Final = 64 << 10  # bytes of an item or result, above which a copy costs more than a chunk of its own
 
 
 class Source:
@@ -17,10 +20,12 @@ class Source:
 
     Args:
         items: The items.
+        copy: Returns a copy of an item that shares a message with later ones.
     """
 
-    def __init__(self, items: Iterable[Any]) -> None:
+    def __init__(self, items: Iterable[Any], copy: Callable[[Any], Any]) -> None:
         self._items: Iterator[Any] = iter(items)
+        self._copy = copy
         self.taken: int = 0
         self.ended: bool = False
         self.error: Exception | None = None  # raised by the program's iterator
@@ -39,11 +44,16 @@ class Source:
         left = most_bytes or 0
         try:
             for item in islice(self._items, most):
+                if type(item) not in SMALL:
+                    if most_bytes is not None:
+                        size = nbytes(item)
+                        left -= size
+                        if left <= 0 or (size > COPIED and type(item) not in IMMUTABLE):
+                            items.append(item)
+                            break
+                    if len(items) < most - 1:
+                        item = self._copy(item)
                 items.append(item)
-                if most_bytes is not None and type(item) not in SMALL:
-                    left -= nbytes(item)
-                    if left <= 0:
-                        break
             else:
                 self.ended = len(items) < most
         except Exception as e:

@@ -68,6 +68,7 @@ class AsyncProducer:
         Raises:
             Exception: Whatever the iterator raises, once all earlier items have been returned.
         """
+        self._scope.worker.handlers.name_deferred(f"a step of {self._label}")
         self._credit = credit - len(self._items)
         self._until = time.monotonic_ns() + BATCH_TIME
         self._is_flush_scheduled = False

@@ -4,16 +4,17 @@ They are ordinary calls, so tensors, references, autograd contexts and errors of
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from types import GeneratorType
+from types import GeneratorType, MappingProxyType
 from typing import Any
 
+from telegrad.streams import async_producer, producer
 from telegrad.streams.async_producer import AsyncProducer
 from telegrad.streams.batches import Batch
 from telegrad.streams.producer import Producer
 from telegrad.streams.service import AnyProducer, Streams
 from telegrad.worker import Worker, current
 from telegrad.worker.calls.callables import callee_of, found, name_of, run
-from telegrad.worker.calls.interceptors import carriers, internal
+from telegrad.worker.calls.interceptors import around_handlers, carriers, internal
 
 __all__ = ["close", "flush", "open_function", "open_method", "pull"]
 
@@ -137,6 +138,7 @@ class _Open:
     """Opening of a stream, as interceptors see it: a call of the generator function."""
 
     kind = "stream"
+    paths: Mapping[str, str] = MappingProxyType({"args[3]": "args", "args[4]": "kwargs", "args[2]": "the function"})
 
     def show(
         self, args: Sequence[Any], find: Callable[..., Any] = found, /
@@ -188,3 +190,4 @@ def _is_at_callee(args: Sequence[Any]) -> bool:
 carriers[open_function] = _Open()
 carriers[open_method] = _OpenMethod()
 internal.update((pull, flush, close))
+around_handlers.update((__file__, producer.__file__, async_producer.__file__))

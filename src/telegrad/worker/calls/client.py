@@ -17,6 +17,7 @@ from telegrad.errors import (
     Overloaded,
     ReceiverOutOfMemory,
     RpcTimeout,
+    SerializationError,
     TelegradError,
     WorkerLost,
 )
@@ -34,7 +35,7 @@ from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.encoded import NO_METADATA, Request
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture, cancel_if_interrupted
 from telegrad.worker.calls.interception import CallForm, Creation, InterceptedRequest
-from telegrad.worker.calls.interceptors import PICKLER, Interceptors, active, switch
+from telegrad.worker.calls.interceptors import PICKLER, Interceptors, active, carrier_of, rename_path, switch
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.calls.pending_work import OpenWork
 from telegrad.worker.closed import AnyClient, AnyEngine
@@ -201,9 +202,15 @@ class Calls:
         value: object = (*before, *body, *after)
         if pickler is not None:
             value = ByPickler(before, pickler.call(function, call.args, call.kwargs), after)
-        message = self.messages.encode(
-            peer, value, target, caller_state(), ticket, pickler, parts, context, context is not None, trace, epoch
-        )
+        try:
+            message = self.messages.encode(
+                peer, value, target, caller_state(), ticket, pickler, parts, context, context is not None, trace, epoch
+            )
+        except SerializationError as error:
+            carrier = carrier_of(function)
+            if carrier is not None:
+                rename_path(carrier, error)
+            raise
         flags |= message.flags | caller_flags()
         message = message._replace(flags=flags)
         return Request(peer, name, message, call.timeout, call.depth, keep, label, call.keep_as)

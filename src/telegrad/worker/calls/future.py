@@ -5,10 +5,11 @@ it fails and the program never retrieves the error, the log has a line.
 """
 
 import asyncio
+import operator
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 
@@ -21,7 +22,7 @@ from telegrad.worker.scope import current
 from telegrad.worker.serving.event_loop import check_blocking
 from telegrad.worker.unread_failures import CallSummary, Failure, describe_call
 
-__all__ = ["NO_DEVICES", "CallFuture", "Deferred", "awaitable_of", "cancel_if_interrupted"]
+__all__ = ["NO_DEVICES", "CallFuture", "Deferred", "awaitable_of", "cancel_if_interrupted", "is_future"]
 
 NO_DEVICES: list[object] = []
 
@@ -67,6 +68,7 @@ class CallFuture(torch.futures.Future[T]):
     _cancel_work: Callable[[], bool] | None = None  # of a future, and of its children, whose work is not one call
     _work: object = None  # this work, if it cannot be canceled
     _source: "CallFuture[Any] | None" = None  # the call that completes the future, for a thread that waits
+    _is_of_handler = False  # the child of `then` passes on the failure, with its type
     _on_late_reply: Callable[[], None] | None = None  # for a reply after the timeout that only Python enforces
 
     def wait(self) -> T:
@@ -168,13 +170,15 @@ class CallFuture(torch.futures.Future[T]):
         child._parent_calls = getattr(self, "_calls", None) or self._parent_calls
         child._parent_call = getattr(self, "_call", 0) or self._parent_call
         child._cancel_work = self._cancel_work
+        child._is_of_handler = self._is_of_handler
         callback = bind_scope(callback)
 
         def run(done: torch.futures.Future[T]) -> None:
             try:
                 value = callback(done)
             except BaseException as e:
-                child.set_exception(_of_callback(e))
+                failure = self.failure() if self._is_of_handler else None
+                child.set_exception(_of_callback(e) if failure is None or not _is_copy(e, failure) else failure)
             else:
                 child.set_result(value)
 
@@ -246,6 +250,14 @@ class CallFuture(torch.futures.Future[T]):
             raise RuntimeError(f"{describe_call(getattr(self, '_request', None))} raised StopIteration") from e
         except Exception as error:
             raise strip_own_frames(error)
+
+
+def is_future(value: object) -> TypeGuard[torch.futures.Future[Any]]:
+    """Return whether a value is a future.
+
+    ``then`` and ``collect_all`` of torch return futures of its base class.
+    """
+    return isinstance(value, torch._C.Future)
 
 
 def _is_cancellation(error: BaseException | None) -> bool:
@@ -332,6 +344,13 @@ def bind_scope(callback: Callable[[A], S]) -> Callable[[A], S]:
             current.reset(token)
 
     return run
+
+
+def _is_copy(error: BaseException, failure: BaseException) -> bool:
+    """Return whether an error is a failure that `clone_exception` has copied."""
+    if type(error) is not type(failure) or len(error.args) != len(failure.args):
+        return False
+    return all(map(operator.is_, error.args, failure.args))
 
 
 def _of_callback(error: BaseException) -> RuntimeError:

@@ -11,7 +11,7 @@ from telegrad.timeouts import nanoseconds
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls.delayed import send_later
 from telegrad.worker.calls.encoded import Request
-from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.future import CallFuture, is_future
 from telegrad.worker.calls.interceptors import (
     InterceptedCall,
     Interceptor,
@@ -154,7 +154,7 @@ def send(calls: Sender, form: CallForm, target: CallFuture[Any] | Creation) -> N
         for sent in chain.sent:
             sent._on_late_reply = target._on_late_reply
         work = PendingWork(target, chain.text, is_cancelable=False)
-    if not isinstance(result, Future):
+    if not is_future(result):
         chain.check(result)
         work.succeed(result)
         return

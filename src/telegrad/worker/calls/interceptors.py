@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from telegrad.errors import TelegradError
 from telegrad.worker.calls.callables import name_of
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture, is_future
 
 __all__ = [
     "PICKLER",
@@ -31,6 +31,7 @@ __all__ = [
     "Interceptors",
     "Proceed",
     "active",
+    "around_handlers",
     "carrier_of",
     "carriers",
     "check_reply",
@@ -38,6 +39,7 @@ __all__ = [
     "internal",
     "is_internal",
     "of_process",
+    "rename_path",
     "run_chain",
     "succeeded",
     "switch",
@@ -114,6 +116,9 @@ class Carrier(Protocol):
     kind: str
     """Kind of the calls."""
 
+    paths: Mapping[str, str]
+    """Path of each part of the program's call in the carrier's arguments, and its path in that call."""
+
     def show(
         self, args: Sequence[Any], find: Callable[[Any], Any] = ..., /
     ) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
@@ -134,6 +139,7 @@ class Carrier(Protocol):
 
 
 carriers: dict[object, Carrier] = {}
+around_handlers: set[str] = {__file__}  # files of functions of Telegrad that call handlers
 internal: set[object] = {type}  # functions of Telegrad that interceptors do not see
 
 
@@ -145,6 +151,14 @@ def carrier_of(function: object) -> Carrier | None:
 def is_internal(function: object) -> bool:
     """Return whether interceptors do not see the calls of a function."""
     return function is type or (type(function) is FunctionType and function in internal)
+
+
+def rename_path(carrier: Carrier, error: BaseException) -> None:
+    """Name the program's own argument in an error about an argument of a carrier."""
+    paths, (text, *rest) = carrier.paths, error.args or ("",)
+    found = next((path for path in paths if f"(at {path}" in str(text)), None)
+    if found is not None:
+        error.args = (str(text).replace(f"(at {found}", f"(at {paths[found]}", 1), *rest)
 
 
 def check_reply(carrier: Carrier | None, call: InterceptedCall, value: object) -> None:
@@ -256,7 +270,7 @@ def run_chain(chain: tuple[Interceptor, ...], call: InterceptedCall, last: Proce
 
     def proceed(call: InterceptedCall, /) -> Future[Any]:
         result = run_chain(rest, call, last)
-        return result if isinstance(result, Future) else succeeded(result)
+        return result if is_future(result) else succeeded(result)
 
     result = first(call, proceed)
     if isinstance(result, Coroutine):

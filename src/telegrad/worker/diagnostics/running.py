@@ -26,7 +26,7 @@ NATIVE_FUNCTION = "a native function"
 
 _BASE: CodeType = ThreadPool._serve.__code__  # its frame called the native server, which called the handler
 _WITHIN_INTERCEPTORS: CodeType = intercepted.InterceptedHandler._run.__code__
-_AROUND_HANDLERS = {callables.__file__, interceptors.__file__, intercepted.__file__, once.__file__}
+interceptors.around_handlers.update((callables.__file__, intercepted.__file__, once.__file__))
 
 _Line = tuple[str, int, str]  # file, line number, function
 _Handler = tuple[str, tuple[_Line, ...]]  # its name, and its stack, outermost first
@@ -114,7 +114,8 @@ class RunningHandlers:
             if scope is None or found is None or thread is None or thread.ident is None:
                 continue
             waits = getcoroutinestate(coroutine) != CORO_RUNNING
-            handler = _handler_of(_frames_of(coroutine, frames.get(thread.ident)))
+            function, stack = _handler_of(_frames_of(coroutine, frames.get(thread.ident)))
+            handler = found.function if function == NATIVE_FUNCTION else function, stack
             yield self._request(scope, handler, found.peer, int(found.since * 1e9), thread.name, waits)
 
     def _request(
@@ -142,7 +143,7 @@ def _handler_of(frames: Iterable[FrameType]) -> _Handler:
         code = each.f_code
         stack.append((code.co_filename, each.f_lineno, code.co_name))
         has_interceptors = has_interceptors or code is _WITHIN_INTERCEPTORS
-        if not has_interceptors and code.co_filename not in _AROUND_HANDLERS:
+        if not has_interceptors and code.co_filename not in interceptors.around_handlers:
             function = f"{each.f_globals.get('__name__', '?')}.{code.co_qualname}"
     return function, tuple(reversed(stack))
 

@@ -14,6 +14,7 @@ from telegrad.group.addresses import transport_of
 from telegrad.serialize.function_names import readable
 from telegrad.worker import lifecycle_log
 from telegrad.worker.calls.callables import full_name_of
+from telegrad.worker.calls.interceptors import carriers, internal
 from telegrad.worker.diagnostics.debug_info import (
     BytesInfo,
     CallInfo,
@@ -91,11 +92,13 @@ def snapshot(worker: Any) -> DebugInfo:
 
 def _calls(worker: Any, core: _core.Snapshot, targets: dict[int, object]) -> list[CallInfo]:
     names, connected = worker.calls.names.texts(), {peer.id for peer in core.peers if peer.connection}
-    retried = worker.retries.functions()
+    retried, own = worker.retries.functions(), {full_name_of(each) for each in (*carriers, *internal)}
     calls = []
     for call in sorted(core.calls, key=lambda call: call.since):
         text = names.get(call.name_id)
-        function = retried.get(call.id) or (_label(targets.get(call.id)) if text is None else readable(text))
+        function = retried.get(call.id) or (_UNNAMED if text is None else readable(text))
+        if text is None or function in own:
+            function = _label(targets.get(call.id))
         waits_for = "the window" if call.peer in connected else "a connection"
         state = "sent" if call.connection else f"waiting for {waits_for}"
         calls.append(CallInfo(function, worker.members.name_of(call.peer), state, (core.at - call.since) / 1e9))

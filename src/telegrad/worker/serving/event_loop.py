@@ -170,6 +170,7 @@ class Deferred:
         self.peer = peer
         self.handler = handler
         self.deadline = deadline
+        self.name: str = ""  # of the program's function, if the handler is Telegrad's
         self.since: float = time.monotonic()
         self.canceled: bool = False  # the caller has canceled the request, or is lost
         self._cancel: Callable[[], object] | None = None
@@ -177,7 +178,7 @@ class Deferred:
     @property
     def function(self) -> str:
         """Return the name of the function."""
-        return full_name_of(self.handler)
+        return self.name or full_name_of(self.handler)
 
     def begin(self, cancel: Callable[[], object]) -> None:
         """Set the function that cancels the work; call it if it was canceled meanwhile.

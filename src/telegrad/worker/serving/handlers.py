@@ -25,7 +25,7 @@ from telegrad.worker import process_hooks
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
 from telegrad.worker.calls.encoded import Encoded
-from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.future import CallFuture, is_future
 from telegrad.worker.calls.interceptors import Interceptors
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.closed import AnyEngine
@@ -100,6 +100,13 @@ class Handlers:
     def deferred_requests(self) -> dict[tuple[int, int], Deferred]:
         """Return the requests with a deferred result by connection and call."""
         return self._deferred.copy()
+
+    def name_deferred(self, function: str) -> None:
+        """Set the name of the program's function that the running coroutine awaits, for diagnostics."""
+        scope = current.get()
+        deferred = None if scope is None else self._deferred.get((scope.connection, scope.call))
+        if deferred is not None:
+            deferred.name = function
 
     def update_recording(self) -> None:
         """Have Python prepare all requests if a profile or interceptor needs them."""
@@ -219,7 +226,7 @@ class Handlers:
                 )
             )  # fmt: skip
             return
-        if not isinstance(result, torch._C.Future):
+        if not is_future(result):
             raise not_a_future(result, function)
         deferred = self._defer(info, function)
         result.add_done_callback(lambda done: self._complete(info, done))

@@ -8,7 +8,7 @@ from torch.futures import Future
 
 from telegrad.worker import process_hooks
 from telegrad.worker.calls.callables import callee_of, run
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture, is_future
 from telegrad.worker.calls.interceptors import (
     InterceptedCall,
     Interceptor,
@@ -91,12 +91,12 @@ class InterceptedHandler:
             self._given = InterceptedCall(carrier.kind, self._peer, *shown, self._timeout)
             self._args = args
         result = run_chain(self._chain, self._given, self._run)
-        if not isinstance(result, Future):
+        if not is_future(result):
             check_reply(carrier, self._given, result)
             return result
         if not result.done():
             if carrier is not None:
-                result = self._checked(result)
+                result = self._follow(result, lambda value: check_reply(carrier, self._given, value))
             if isinstance(result, CallFuture):  # an interceptor may have started another call
                 self._waits_for(result)
             setattr(self, _ASYNC_MARK, True)
@@ -134,28 +134,28 @@ class InterceptedHandler:
                 return self._run_coroutine(result)
             if not has_async_mark(function):
                 return succeeded(result)
-            if isinstance(result, Future):
-                if isinstance(result, CallFuture):
-                    self._waits_for(result)
+            if isinstance(result, CallFuture):
+                self._waits_for(result)
                 return result
+            if is_future(result):
+                return self._follow(result)
             raise not_a_future(result, function)
         except BaseException as e:
             if process_hooks.forked:
                 raise
             trace = e.__traceback__
-            return failed(e.with_traceback(None if trace is None else trace.tb_next))
+            future = failed(e.with_traceback(None if trace is None else trace.tb_next))
+            future._is_of_handler = True
+            return future
 
-    def _checked(self, result: Future[Any]) -> CallFuture[Any]:
-        """Return a future of the same result, unless an interceptor has replaced it."""
-        future: CallFuture[Any] = CallFuture(NO_DEVICES)
-        future._read = True  # the caller gets a failure
-        work = PendingWork(future, self._given.name, is_cancelable=False)
-        work.follow(result, lambda value: check_reply(self._carrier, self._given, value))
+    def _follow(self, result: Future[Any], check: Callable[[object], None] | None = None) -> CallFuture[Any]:
+        """Return a future of the same result, if it passes a check."""
+        future = _future_of_handler()
+        PendingWork(future, self._given.name, is_cancelable=False).follow(result, check)
         return future
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, object]) -> Future[Any]:
-        future: CallFuture[Any] = CallFuture(NO_DEVICES)
-        future._read = True  # the caller gets a failure
+        future = _future_of_handler()
 
         def ended(value: object, error: BaseException | None) -> None:
             if error is None:
@@ -172,3 +172,10 @@ class InterceptedHandler:
         future._cancel_work = cancel_work
         self._waits_for(future)
         return future
+
+
+def _future_of_handler() -> CallFuture[Any]:
+    future: CallFuture[Any] = CallFuture(NO_DEVICES)
+    future._read = True  # the caller gets a failure
+    future._is_of_handler = True
+    return future

@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import CoroutineType
+from types import CoroutineType, MappingProxyType
 from typing import Any, TypeAlias
 
 from torch.futures import Future
@@ -27,7 +27,7 @@ from telegrad.worker import process_hooks
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.callables import callee_of, found, full_name_of
 from telegrad.worker.calls.callables import run as run_function
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture, is_future
 from telegrad.worker.calls.interceptors import carriers
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state, current, not_needed
@@ -319,7 +319,7 @@ def run_once(
         if type(result) is CoroutineType:
             return _follow(worker, key, run, result)
         if has_async_mark(callee):
-            if not isinstance(result, Future):
+            if not is_future(result):
                 raise not_a_future(result, callee)
             return _follow(worker, key, run, result)
     except BaseException as error:  # SystemExit too: the caller gets a reply
@@ -405,6 +405,7 @@ class _RunCarrier:
     """Call with a `Retry` as interceptors see it: a call of the program's function."""
 
     kind = "retry"
+    paths: Mapping[str, str] = MappingProxyType({"args[3]": "args", "args[4]": "kwargs", "args[2]": "the function"})
 
     def show(
         self, args: Sequence[Any], find: Callable[..., Any] = found, /
