@@ -127,7 +127,7 @@ def test_result_that_cannot_be_pickled(
 
 
 def test_exception_with_an_unpicklable_attribute(w: Cluster) -> None:
-    with pytest.raises(ValueError, match=r"holds a lock\nIts attributes were not sent: they .*cannot pickle"):
+    with pytest.raises(ValueError, match=r"holds a lock\nIts attributes \(lock\) were not sent: they .*cannot pickle"):
         w[0].rpc_sync("w1", _raise_with_lock)
     assert w[0].rpc_sync("w1", abs, (-1,)) == 1
 

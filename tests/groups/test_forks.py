@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,51 @@ def _close() -> str:
     return str(state["agent"].worker.closed)
 
 
+def count_later() -> Iterator[int]:
+    time.sleep(2)  # until the child has read
+    yield from range(3)
+
+
+def await_in_child(to: str) -> list[Any]:
+    """Wait for pending work of the parent in a child, whose threads cannot complete it."""
+    state["streams"] = [rpc.stream(to, count_later) for _ in range(2)]
+    state["future"] = rpc.rpc_async(to, time.sleep, (2,))
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        steps = (_next, _anext, _await, _await_then, _wait_then)
+        found = [pool.apply_async(step).get(TIMEOUT) for step in steps]
+    state["future"].wait()
+    return [*found, *map(list, state["streams"])]
+
+
+def _next() -> str:
+    return failure(lambda: next(state["streams"][0]))[0]
+
+
+def _anext() -> str:
+    async def main() -> None:
+        await anext(state["streams"][1])
+
+    return failure(lambda: asyncio.run(main()))[0]
+
+
+def _await() -> str:
+    async def main() -> None:
+        await state["future"]
+
+    return failure(lambda: asyncio.run(main()))[0]
+
+
+def _await_then() -> str:
+    async def main() -> None:
+        await state["future"].then(id)
+
+    return failure(lambda: asyncio.run(main()))[0]
+
+
+def _wait_then() -> str:
+    return failure(lambda: state["future"].then(id).wait())[0]
+
+
 def join_in_child(where: str) -> list[int]:
     """A child may have its own worker."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -190,6 +235,11 @@ def test_pool(two: list[Actor]) -> None:
         assert two[a].do(call_many, f"w{b}", 10) == 10
     shut_all_down(two)
     assert [actor.stderr() for actor in two] == ["", ""]
+
+
+def test_a_child_does_not_wait_for_work_of_its_parent(two: list[Actor]) -> None:
+    assert two[0].do(await_in_child, "w1") == [*["NotInitialized"] * 5, [0, 1, 2], [0, 1, 2]]
+    shut_all_down(two)
 
 
 def test_handler_forks(two: list[Actor]) -> None:

@@ -1,14 +1,17 @@
 """``async def`` handlers run concurrently on the worker's event loop."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.testing import Cluster, Gate, cluster
+from telegrad.errors import Cancelled, RpcTimeout
+from telegrad.testing import Cluster, Gate, Local, cluster, eventually
 
 pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
 
@@ -292,3 +295,24 @@ def test_no_call_is_counted_before_the_error() -> None:
 
 async def passes_on(ref: Any) -> Any:
     return rpc.rpc_sync("w0", echo, (ref,))
+
+
+async def holds(tensor: torch.Tensor, held: Local[list[Any]]) -> None:
+    held.value.append(weakref.ref(tensor))
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("timeout", [60, 0.1])
+def test_a_stopped_handler_releases_its_arguments_without_the_garbage_collector(timeout: float) -> None:
+    held: Local[list[Any]] = Local([])
+    gc.disable()
+    try:
+        future = rpc.rpc_async("w1", holds, (torch.ones(3), held), timeout=timeout)
+        eventually(lambda: held.value)
+        if timeout > 1:
+            future.cancel()
+        with pytest.raises((Cancelled, RpcTimeout)):
+            future.wait()
+        eventually(lambda: held.value[0]() is None)
+    finally:
+        gc.enable()

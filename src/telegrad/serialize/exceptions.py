@@ -49,9 +49,10 @@ class _Packed(NamedTuple):
     message: str  # str()
     traceback: str
     pickled: bytes | None  # (maker, args) or (maker, args, state), as returned by __reduce_ex__
-    why_not: str  # why the exception, or its state, could not be pickled
+    why_not: str  # why the exception, or part of its state, could not be pickled
     by_value: bytes | None = None  # `pickled` with the class by value, for callers with another script as __main__
     plain: bytes | None = None  # arguments and attributes, encoded by the codec
+    omitted: str = ""  # names of the attributes that were not sent; empty if none or all
 
 
 # Escape sequences of repr(), except for quotes.
@@ -99,7 +100,7 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo, gate: PickleGate
         if not gate.is_open and packed.pickled is not None:
             packed = packed._replace(pickled=None, by_value=None, why_not=_NOT_PICKLED)
     elif isinstance(exc, Exception):
-        parts = _pickled(exc) if gate.is_open else (None, _NOT_PICKLED, None, _plain(exc))
+        parts = _pickled(exc) if gate.is_open else (None, _NOT_PICKLED, None, _plain(exc), "")
         packed = _Packed(name, worker_id, type_name(type(exc)), shown, text_of(exc), trace, *parts)
     else:
         kind = type_name(type(exc))
@@ -139,27 +140,85 @@ def _known_types() -> dict[str, type[Exception]]:
     }
 
 
-def _pickled(exc: Exception) -> tuple[bytes | None, str, bytes | None]:
-    """Return the fields of `_Packed` that a pickle has."""
+def _pickled(exc: Exception) -> tuple[bytes | None, str, bytes | None, None, str]:
+    """Return the fields of `_Packed` from `pickled` on."""
     try:
         reduce = copyreg.dispatch_table.get(type(exc))
         parts: object = exc.__reduce_ex__(5) if reduce is None else reduce(exc)
         if not isinstance(parts, tuple) or len(parts) not in (2, 3):
             parts = _itself, (exc,)
         try:
-            return _dumped(parts), "", _by_value(type(exc), parts)
+            return _dumped(parts), "", _by_value(type(exc), parts), None, ""
         except BaseException as e:  # user code, as in show_exception
-            if len(parts) == 2:
-                raise
-            return _dumped(parts[:2]), _pickle_failed(e), _by_value(type(exc), parts[:2])
+            why = _pickle_failed(e)
+        omitted: list[str] = []
+        kept = (*parts[:2], *_kept(parts[2:], omitted))
+        return _dumped(kept, omitted), why, _by_value(type(exc), kept), None, ", ".join(omitted)
     except BaseException as e:  # user code
-        return None, _pickle_failed(e), None
+        return None, _pickle_failed(e), None, None, ""
 
 
-def _dumped(parts: tuple[object, ...]) -> bytes:
+def _dumped(parts: object, omitted: list[str] | None = None) -> bytes:
     file = io.BytesIO()
-    ByValuePickler(file).dump(parts)
+    _ExceptionPickler(file, omitted).dump(parts)
     return file.getvalue()
+
+
+def _kept(state: tuple[object, ...], omitted: list[str]) -> tuple[object, ...]:
+    """Return the state in a result of `__reduce_ex__` without the attributes that cannot be pickled.
+
+    Args:
+        state: Has one item, or none.
+        omitted: Gets their names.
+    """
+    if not state or not isinstance(state[0], dict):
+        return ()
+    kept = {}
+    for name, value in state[0].items():
+        try:
+            _dumped((name, value))
+        except BaseException:  # user code
+            omitted.append(str(name))
+        else:
+            kept[name] = value
+    return (kept,)
+
+
+class _ExceptionPickler(ByValuePickler):
+    """Pickler of exceptions in the arguments and attributes of an exception.
+
+    Args:
+        file: Gets the pickle.
+        omitted: Gets the names of attributes that cannot be pickled; None to fail because of them.
+    """
+
+    def __init__(self, file: io.BytesIO, omitted: list[str] | None) -> None:
+        super().__init__(file)
+        self._omitted = omitted
+
+    def reducer_override(self, obj: object) -> Any:
+        if not isinstance(obj, BaseException) or type(obj) in copyreg.dispatch_table:
+            return super().reducer_override(obj)
+        parts: object = obj.__reduce_ex__(5)
+        if not isinstance(parts, tuple) or len(parts) not in (2, 3) or parts[0] is not type(obj):
+            return parts
+        state = parts[2:] if self._omitted is None else _kept(parts[2:], self._omitted)
+        return make_contained, parts[:2], *state
+
+
+def make_contained(kind: type[BaseException], args: tuple[object, ...]) -> BaseException:
+    """Create an exception that another exception contains.
+
+    Args:
+        kind: Its class. The constructor is not called if it accepts other arguments.
+        args: Its ``args``.
+    """
+    try:
+        return kind(*args)
+    except Exception:  # as in _without_constructor
+        exc = kind.__new__(kind, *args)
+        exc.args = args
+        return exc
 
 
 def _by_value(kind: type, parts: tuple[object, ...]) -> bytes | None:
@@ -196,7 +255,11 @@ _LARGEST_CLASS = 16 << 10  # bytes
 
 
 def _pickle_failed(e: BaseException) -> str:
-    return f"could not be pickled by the callee ({type(e).__name__}: {text_of(e)})"
+    if isinstance(e, errors.RRefNotPicklable):
+        why = "an exception cannot have a remote reference: return it, or send its value"
+    else:
+        why = f"{type(e).__name__}: {text_of(e)}"
+    return f"could not be pickled by the callee ({why})"
 
 
 def _itself(exc: Exception) -> Exception:
@@ -220,7 +283,7 @@ def unpack_exception(data: Body, gate: PickleGate = OPEN) -> BaseException:
         packed = _Packed(*decode_fields(data))  # type: ignore[arg-type]  # a malicious sender may send other types
     except TypeError as error:
         raise SerializationError("an exception came with too few or too many fields") from error
-    if not all(isinstance(each, str) for each in (packed.worker, *packed[2:6], packed.why_not)):
+    if not all(isinstance(each, str) for each in (packed.worker, *packed[2:6], packed.why_not, packed.omitted)):
         raise SerializationError("an exception came with fields of other types")
     exc, note, text = _made_again(packed, gate)
     exc.__dict__.pop(TRACEBACK, None)
@@ -246,7 +309,8 @@ def _has_attribute(exc: RemoteError, name: str) -> bool:
 def _made_again(packed: _Packed, gate: PickleGate) -> tuple[RemoteError, str, str]:
     """Return the rebuilt exception, a note for the user, and torch's text for it."""
     text = _text(packed.worker, packed.worker_id, packed.shown, packed.traceback)
-    without = f"Its attributes were not sent: they {packed.why_not}." if packed.why_not else ""
+    names = f" ({packed.omitted})" if packed.omitted else ""
+    without = f"Its attributes{names} were not sent: they {packed.why_not}." if packed.why_not else ""
     if packed.plain is not None and packed.type_name in _known_types():
         without = ""
     try:

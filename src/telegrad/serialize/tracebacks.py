@@ -186,6 +186,8 @@ def _drop_own_frames(exc: BaseException, trace: traceback.TracebackException) ->
     """Remove Telegrad's frames from each stack that has frames of the user.
 
     Telegrad's frames at the end of a stack stay if the error is not a TelegradError: they show a defect of Telegrad.
+    A remote traceback shows the exceptions of a group, which are removed: repeated by each worker that forwards the
+    group, the text would double every time.
     """
     todo: list[tuple[BaseException | None, traceback.TracebackException | None]] = [(exc, trace)]
     seen: set[int] = set()
@@ -198,6 +200,8 @@ def _drop_own_frames(exc: BaseException, trace: traceback.TracebackException) ->
         if users:
             end = len(one.stack) if isinstance(error, TelegradError) else users[-1]
             one.stack[:] = [f for index, f in enumerate(one.stack) if index > end or not _is_own(f.filename)]
+        if isinstance(error.__cause__, RemoteTraceback):
+            one.exceptions = None
         todo += ((error.__cause__, one.__cause__), (error.__context__, one.__context__))
         todo += zip(getattr(error, "exceptions", ()), one.exceptions or (), strict=False)
 

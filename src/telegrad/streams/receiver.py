@@ -14,13 +14,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from telegrad.errors import (
-    Cancelled,
-    NotInitialized,
-    StreamError,
-    TelegradError,
-    WorkerLost,
-)
+from telegrad.errors import Cancelled, NotInitialized, StreamError, TelegradError, WorkerLost
 from telegrad.serialize.tracebacks import is_of_signal_handler
 from telegrad.streams import serving
 from telegrad.streams.batches import CLOSED, ENDED, LIVE, WireBatch
@@ -442,6 +436,11 @@ class Receiver:
         with self.lock:
             self._fail(error)
             self._notify()
+
+    def detach_after_fork(self, error: Exception) -> None:
+        """End the stream in a forked child, where a missing thread may hold the lock."""
+        self.lock, self._changed, self._flushing = threading.Lock(), None, None
+        self.stop(error)
 
     def idle_call(self) -> tuple[object, ...] | None:
         """Identify the request in progress; None without one, or if it is awaited."""

@@ -36,6 +36,8 @@ class AnyReceiver(Protocol):
 
     def idle_call(self) -> tuple[object, ...] | None: ...
 
+    def detach_after_fork(self, error: Exception) -> None: ...
+
 
 class Streams:
     """Table of the open streams of a worker.
@@ -66,6 +68,7 @@ class Streams:
                 worker.members.listeners.append(created._close_lost)
                 worker.passive_work.append(created._passive_work)
                 worker.on_close.append(created.close)
+                worker.on_fork.append(created.detach_after_fork)
         return found
 
     @classmethod
@@ -138,6 +141,11 @@ class Streams:
             receiver.stop(NotInitialized())
         for producer in list(self.producers.values()):
             producer.close()
+
+    def detach_after_fork(self) -> None:
+        """Fail the streams in a forked child, which has no thread for their items."""
+        for receiver in list(self.receivers.values()):
+            receiver.detach_after_fork(NotInitialized())
 
     def left(self) -> dict[str, int]:
         """Return the counts that are zero on a quiescent worker."""

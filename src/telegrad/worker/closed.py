@@ -39,6 +39,7 @@ class ClosedEngine:
     """
 
     def __init__(self, engine: _core.Engine | None, why: str = "") -> None:
+        self.is_inherited: bool = engine is None  # no thread of this process completes the calls
         self._why = f"{NotInitialized.CALL} ({why})" if why else NotInitialized.CALL
         self._stats: dict[str, object] = dict.fromkeys((*_PENDING, *_TOTALS, *_MEMORY), 0)
         self._memory: _core.Memory | None = None  # received messages may still be in use

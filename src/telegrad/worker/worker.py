@@ -100,6 +100,7 @@ class Worker(MemberChanges):
         self.attachments: dict[str, Any] = {}  # objects of the higher layers for this worker
         self.passive_work: list[Callable[[], set[object]]] = []  # calls and requests that a shutdown ignores
         self.on_close: list[Callable[[], object]] = []  # called once the engine has stopped
+        self.on_fork: list[Callable[[], object]] = []  # called in a forked child
         self.members: Members = Members(info, self._read_store)
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None  # the thread in `close`
@@ -404,6 +405,8 @@ class Worker(MemberChanges):
         self.autograd.detach_after_fork()
         engine = self.engine
         self._replace_engine(ClosedEngine(None))
+        for detach in self.on_fork:
+            detach()
         return engine
 
     def _replace_engine(self, closed: ClosedEngine) -> None:

@@ -17,7 +17,7 @@ from telegrad import _core
 from telegrad.errors import Cancelled, NotInitialized, RemoteError
 from telegrad.serialize.tracebacks import clone_exception, drop_frames, strip_own_frames, text_of
 from telegrad.worker.calls import tracing
-from telegrad.worker.closed import WorkerCalls
+from telegrad.worker.closed import ClosedEngine, WorkerCalls
 from telegrad.worker.scope import current
 from telegrad.worker.serving.event_loop import check_blocking
 from telegrad.worker.unread_failures import CallSummary, Failure, describe_call
@@ -95,6 +95,7 @@ class CallFuture(torch.futures.Future[T]):
         """Poll the network until the completion arrives here or in the pool."""
         call = getattr(self, "_call", 0)
         if not call:  # not the future of a call, or an interceptor delays the call
+            self._require_parent()
             if self._source is not None:
                 self._source._drive()
             return
@@ -237,7 +238,16 @@ class CallFuture(torch.futures.Future[T]):
         self._disregard()
         self.cancel()
 
+    def _require_parent(self) -> None:
+        """Raise NotInitialized in a forked child, where no thread completes the calls of its parent."""
+        calls = getattr(self, "_calls", None) or self._parent_calls
+        client = None if calls is None else calls.client
+        if isinstance(client, ClosedEngine) and client.is_inherited:
+            client.wait()
+
     def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            self._require_parent()
         try:
             yield from _wait_in_loop(self)
         except BaseException:  # the awaiting task was canceled

@@ -59,8 +59,11 @@ class _StateSwapped(Coroutine[object, object, object]):
         return self._checked(waits_for)
 
     def throw(self, *error: Any) -> object:
-        with self._state:
-            waits_for = self._coroutine.throw(*error)
+        try:
+            with self._state:
+                waits_for = self._coroutine.throw(*error)
+        finally:
+            del error  # breaks the cycle of error, traceback and frame, which holds the arguments of the handler
         return self._checked(waits_for)
 
     def close(self) -> None:
