@@ -3,8 +3,8 @@
 These are parameters under DDP, and leaves with post-accumulate hooks.
 
 Usually the engine returns a leaf's gradient, and `.grad` is not touched; DDP's reducer, and hooks on `.grad`, would not
-run. For these leaves the node runs while `.grad` is detached, and its result in `.grad` is moved to the context. Then
-`.grad` is restored.
+run. For these leaves the node runs while `.grad` is the gradient of the context, and the result in `.grad` is moved to
+the context. Then `.grad` is restored.
 
 Meanwhile other threads that read `.grad` of these leaves see the context's gradient, and passes of this process wait
 for each other. Only here user code (these hooks) runs under a lock of Telegrad, because a leaf has only one `.grad`.
@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -29,10 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from telegrad.autograd.context import Context
 
-__all__ = ["grads_detached", "has_ddp_param", "reduced_with", "run_accumulate_grad"]
+__all__ = ["grads_from_context", "has_ddp_param", "reduced_with", "run_accumulate_grad"]
 
 _grad_lock = threading.RLock()
-_replicas: WeakKeyDictionary[torch.nn.Module, frozenset[int]] = WeakKeyDictionary()
+_replicas: WeakKeyDictionary[torch.nn.Module, dict[int, ref[Tensor]]] = WeakKeyDictionary()
+"""Replica -> its parameters by id: they may refer to the replica."""
 _used_ddp: list[bool] = []  # not empty once a replica was created
 
 
@@ -40,7 +41,7 @@ def _on_registration(module: torch.nn.Module, name: str, submodule: torch.nn.Mod
     """Record the module that DDP replicates: DDP registers it before anything else."""
     if isinstance(module, DistributedDataParallel) and submodule is not None:
         _used_ddp[:] = [True]
-        _replicas[module] = frozenset(id(p) for p in submodule.parameters())
+        _replicas[module] = {id(parameter): ref(parameter) for parameter in submodule.parameters()}
 
 
 register_module_module_registration_hook(_on_registration)
@@ -56,62 +57,76 @@ def has_ddp_param(leaves: Sequence[Tensor]) -> bool:
     if not _used_ddp:
         return False
     parameters = {id(leaf) for leaf in leaves}
-    return any(not parameters.isdisjoint(ids) for ids in list(_replicas.values()))
+    return any(not parameters.isdisjoint(replica) for replica in list(_replicas.values()))
 
 
-def reduced_with(leaves: Sequence[Tensor]) -> set[int]:
-    """Return the ids of all parameters of the replicas that have one of these leaves."""
-    if not _used_ddp:
-        return set()
-    parameters = {id(leaf) for leaf in leaves}
-    found = [ids for ids in list(_replicas.values()) if not parameters.isdisjoint(ids)]
-    return set().union(*found)
+def reduced_with(leaves: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return all parameters of the replicas that have one of these leaves, by id."""
+    found: dict[int, Tensor] = {}
+    if _used_ddp:
+        parameters = {id(leaf) for leaf in leaves}
+        for replica in list(_replicas.values()):
+            if not parameters.isdisjoint(replica):
+                found.update((key, tensor) for key, reference in replica.items() if (tensor := reference()) is not None)
+    return found
 
 
 @contextmanager
-def grads_detached(leaves: Sequence[Tensor], put: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Detach `.grad` from the leaves within, and restore it at the end.
+def grads_from_context(
+    context: Context, leaves: Sequence[Tensor], add: Callable[[Context, Tensor, Tensor], None] | None = None
+) -> Iterator[None]:
+    """Set `.grad` of leaves to their gradients in a context, and move it back.
+
+    As in local training, DDP's reducer and hooks get the sum with earlier passes of the context. The reducer also reads
+    and writes `.grad` of parameters that the pass does not reach. After an error the context has what it had.
 
     Args:
-        leaves: The leaves.
-        put: Gets each leaf, and its `.grad` at the end, unless there is an error.
+        context: The context.
+        leaves: The leaves that the pass reaches.
+        add: Adds a gradient to the context, for leaves without hooks and reducer: other passes may do so meanwhile.
     """
-    with _grad_lock:
+    with _grad_lock:  # until the context has the sums: another pass of the context may do the same
+        reduced = reduced_with(leaves)
+        summed = [leaf for leaf in leaves if id(leaf) in reduced or getattr(leaf, "_post_accumulate_grad_hooks", None)]
+        others = [leaf for leaf in leaves if id(leaf) not in {id(found) for found in summed}]
+        summed += [leaf for key, leaf in reduced.items() if key not in {id(found) for found in summed}]
         # With this option DDP makes `.grad` a view of its buckets, also the `.grad` of the program, and reuses them.
         views = any(getattr(replica, "gradient_as_bucket_view", False) for replica in list(_replicas))
-        before = [leaf.grad.clone() if views and leaf.grad is not None else leaf.grad for leaf in leaves]
+        before = [(leaf, _own(leaf.grad, views)) for leaf in (*summed, *others)]
         try:
-            for leaf in leaves:
+            with context.lock:
+                starts = [context.gradients.get(leaf) for leaf in summed]
+            for leaf, start in zip(summed, starts, strict=True):
+                leaf.grad = _own(start, True)  # the engine may add in place
+            for leaf in others:
                 leaf.grad = None
             yield
-            for leaf in leaves:
-                grad = leaf.grad
-                if grad is not None:
-                    leaf.grad = None
-                    put(leaf, grad.clone() if views else grad)
+            for leaf in summed:
+                grad, leaf.grad = _own(leaf.grad, views), None
+                with context.lock:
+                    if grad is None:
+                        context.gradients.pop(leaf, None)
+                    else:
+                        context.gradients[leaf] = grad
+            for leaf in others:
+                grad, leaf.grad = _own(leaf.grad, views), None
+                if grad is not None and add is not None:
+                    add(context, leaf, grad)
         finally:
-            for leaf, grad in zip(leaves, before, strict=True):
+            for leaf, grad in before:
                 leaf.grad = grad
+
+
+def _own(grad: Tensor | None, copied: bool) -> Tensor | None:
+    return grad.clone() if copied and grad is not None else grad
 
 
 def run_accumulate_grad(leaf: Tensor, grad: Tensor, context: Context) -> None:
     """Run the AccumulateGrad node of a leaf with post-accumulate hooks.
 
-    Its tensor hooks have run. As in local training the hooks see in `.grad` the sum of `grad` and the
-    gradient that the context already has. The context gets the `.grad` that they leave.
+    Its tensor hooks have run. The context gets the `.grad` that the other hooks leave.
     """
     with torch.inference_mode(False), torch.enable_grad():
         node = get_gradient_edge(leaf).node
-    with _grad_lock:  # until the context has the sum: another pass of the context may do the same
-        before = leaf.grad
-        try:
-            with context.lock:
-                leaf.grad = context.gradients.get(leaf)
-            node(grad)  # type: ignore[operator]  # typed as an abstract class
-            with context.lock:
-                if leaf.grad is None:
-                    context.gradients.pop(leaf, None)
-                else:
-                    context.gradients[leaf] = leaf.grad
-        finally:
-            leaf.grad = before
+    with grads_from_context(context, (leaf,)):
+        node(grad)  # type: ignore[operator]  # typed as an abstract class

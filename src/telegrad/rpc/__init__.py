@@ -28,6 +28,7 @@ from telegrad.rpc.options import Options, RpcBackendOptions, TensorPipeRpcBacken
 from telegrad.rpc.services import get_service, register_service
 from telegrad.rpc.start import init_rpc, is_available
 from telegrad.rpc.streams import stream
+from telegrad.rpc.torch_compile import skip_telegrad
 from telegrad.rpc.worker_object import Worker
 from telegrad.serialize.program_pickler import Pickler
 from telegrad.streams.stream import Stream
@@ -92,6 +93,8 @@ __all__ = [
     "wait_all",
     "wait_for_worker",
 ]
+
+skip_telegrad()
 
 
 def __getattr__(name: str) -> object:

@@ -52,6 +52,8 @@ class RRefProxy(Generic[R_co]):
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., R_co]:
+        if name == "__dict__":  # read by Dynamo; the proxy has none
+            raise AttributeError(name)
         rref = self._rref
         creation = rref._creation
         kind = None if creation is None else creation.value_class

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.ddp import grads_detached, has_ddp_param
+from telegrad.autograd.ddp import grads_from_context, has_ddp_param
 from telegrad.autograd.execution.grad_capture import capture
 from telegrad.autograd.execution.leaves import (
     ELEMENT_REFCOUNT,
@@ -376,7 +376,7 @@ class StageRunner:
             if outputs:
                 recvs = [GradientEdge(node, 0) for node in nodes]
                 inputs: list[Entry] = [call.leaf, *stage.complete_leaves, *recvs]
-                with grads_detached(stage.complete_leaves, partial(add_to_context, self._context)):
+                with grads_from_context(self._context, stage.complete_leaves, add_to_context):
                     roots, given = (call.leaf, *outputs), (call.gradient, *grads)
                     run_engine(roots, given, tuple(inputs), self.retain_graph, True)
             for node in stage.outer:

@@ -153,7 +153,7 @@ class PlainStages:
         Without those whose graph an earlier pass has run.
         """
         sums = {id(leaf) for leaf in leaves if has_hooks(leaf) or getattr(leaf, "_post_accumulate_grad_hooks", None)}
-        sums |= reduced_with(leaves)
+        sums.update(reduced_with(leaves))
         if not sums:
             return sums
         consumed = self._context.consumed
