@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from telegrad import rpc
-from telegrad.errors import RemoteError, RpcTimeout
+from telegrad.errors import RemoteError, RpcTimeout, WorkerLost
 from telegrad.nn.pipeline import requests
 from telegrad.nn.pipeline.local_step import LossFunction, Plan, run_backward
 from telegrad.nn.pipeline.micro_batches import batch_size, divide, target_values
@@ -18,7 +18,9 @@ from telegrad.nn.pipeline.schedule import SCHEDULES, Pass, PassKind
 from telegrad.nn.pipeline.stage import PipelineStage, StageResult
 from telegrad.nn.pipeline.times import PassTime, StepTimes
 from telegrad.nn.remote_module import RemoteModule
+from telegrad.protocols.rref import RRefId
 from telegrad.rref import RRef
+from telegrad.rref.usable_id import usable_id
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.default_worker import open_worker
 from telegrad.worker.scope import caller_state, outside_contexts, without_autocast
@@ -30,6 +32,7 @@ StageSpec: TypeAlias = nn.Module | Sequence[Any]
 
 _REDUCTIONS = ("mean", "sum")
 _DEFAULT_TIMEOUT = -1.0
+_DROP_TIMEOUT = 5.0  # s for passes of a failed step that still run: `zero_grad` waits for longer ones
 
 
 class Pipeline(nn.Module):
@@ -136,6 +139,14 @@ class Pipeline(nn.Module):
             ]
         )
         return rrefs
+
+    def _usable_ids(self) -> list[RRefId]:
+        """Return the ids of all stages.
+
+        Raises:
+            OwnerLost: the worker of a stage is lost.
+        """
+        return [usable_id(rref) for rref in self._rrefs]
 
     def _modules_of_stages(self) -> Iterator[RemoteModule]:
         for module in self.stages:
@@ -266,11 +277,12 @@ class Pipeline(nn.Module):
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
+            ids = self._usable_ids()
             self._number += 1
             plan = Plan(self._number, training, outputs, count, autocast)
             futures: list[CallFuture[Any]] = []
             try:
-                self._begin(futures, plan, inputs, needs, target, sizes, scale, timeout)
+                self._begin(futures, ids, plan, inputs, needs, target, sizes, scale, timeout)
                 results = [StageResult(*each) for each in rpc.wait_all(futures)[-len(self.stages) :]]
             except BaseException as error:
                 self._drop(futures, plan, error, timeout, begin)
@@ -283,6 +295,7 @@ class Pipeline(nn.Module):
     def _begin(
         self,
         futures: list[CallFuture[Any]],
+        ids: Sequence[RRefId],
         plan: Plan,
         inputs: tuple[object, ...],
         needs: tuple[bool, ...],
@@ -293,21 +306,22 @@ class Pipeline(nn.Module):
     ) -> None:
         """Send the batch, and ask all stages for their results."""
 
-        def send(rref: RRef[PipelineStage], function: Callable[..., object], *args: object) -> None:
-            futures.append(rpc.rpc_async(rref.owner_id, function, (*rref.id, tuple(plan), *args), timeout=timeout))
+        def send(stage: int, function: Callable[..., object], *args: object) -> None:
+            owner = self._rrefs[stage].owner_id
+            futures.append(rpc.rpc_async(owner, function, (*ids[stage], tuple(plan), *args), timeout=timeout))
 
         values = tuple(value.detach() if isinstance(value, Tensor) else value for value in inputs)
-        send(self._rrefs[0], requests.feed, values, needs, sizes)
+        send(0, requests.feed, values, needs, sizes)
         if plan.training:
             weights = [size / sum(sizes) if self._reduction == "mean" else 1.0 for size in sizes]
-            send(self._rrefs[-1], requests.feed_targets, _detached(target), sizes, weights, scale)
-        for rref in self._rrefs:
-            send(rref, requests.run_step, sizes)
+            send(-1, requests.feed_targets, _detached(target), sizes, weights, scale)
+        for stage in range(len(ids)):
+            send(stage, requests.run_step, sizes)
 
     def _drop(
         self, futures: Sequence[CallFuture[Any]], plan: Plan, error: BaseException, timeout: float, begin: float
     ) -> None:
-        """Drop a failed step at all stages; wait until none of them runs a pass of it."""
+        """Drop a failed step at all stages; wait a while until none of them runs a pass of it."""
         for future in futures:
             future._disregard()
             future.cancel()
@@ -317,9 +331,15 @@ class Pipeline(nn.Module):
         if timed_out or not isinstance(error, Exception) or left < 0:
             return  # each stage drops the step when it learns of the deadline or the cancellation
         dropped: list[CallFuture[None]] = []
+        # A stage may have noticed a loss of which this worker learns later: until then, a request would wait.
+        lost = error.name if isinstance(error, WorkerLost) else None
+        left = min(left or _DROP_TIMEOUT, _DROP_TIMEOUT)
         for rref in self._rrefs:
+            if rref.owner_name() == lost:
+                continue
             try:
-                dropped.append(rpc.rpc_async(rref.owner_id, requests.drop_step, (*rref.id, plan.number), timeout=left))
+                ids = usable_id(rref)
+                dropped.append(rpc.rpc_async(rref.owner_id, requests.drop_step, (*ids, plan.number), timeout=left))
             except Exception:  # the worker is lost or closed, and with it the step
                 pass
         for future in dropped:
@@ -376,8 +396,8 @@ class Pipeline(nn.Module):
         with self._exclusive(), outside_contexts():
             rpc.wait_all(
                 [
-                    rpc.rpc_async(rref.owner_id, requests.reset_gradients, (*rref.id, self._number, set_to_none))
-                    for rref in self._rrefs
+                    rpc.rpc_async(rref.owner_id, requests.reset_gradients, (*each, self._number, set_to_none))
+                    for rref, each in zip(self._rrefs, self._usable_ids(), strict=True)
                 ]
             )
 
