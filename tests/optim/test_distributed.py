@@ -233,10 +233,7 @@ def test_a_lost_owner_is_named() -> None:
         of = layers("w1", "w2")
         optimizer = DistributedOptimizer(optim.SGD, weights(of), lr=1.0)
         group.workers.pop().shutdown(graceful=False)
-        with (
-            autograd.context() as context_id,
-            pytest.raises(RuntimeError, match="lost with its owner, worker w2: it shut down"),
-        ):
+        with autograd.context() as context_id, pytest.raises(WorkerLost, match=r"worker w2( is lost)?: it shut down"):
             optimizer.step(context_id)
 
 
@@ -250,7 +247,7 @@ def test_an_owner_that_has_left_is_named_and_the_others_step(left: str) -> None:
         stayed = [parameter for parameter in parameters if parameter.owner_name() != left]
         before = [parameter.to_here().detach().clone() for parameter in stayed]
         next(worker for worker in group if worker.info.name == left).shutdown()
-        with pytest.raises(WorkerLost, match=rf"worker {left}( is lost)?: it shut down"):
+        with pytest.raises(WorkerLost, match=rf"worker {left}( is lost)?: it (shut down|left)"):
             optimizer.step()
         for parameter, value in zip(stayed, before, strict=True):
             assert torch.equal(parameter.to_here(), value - 1)
