@@ -138,8 +138,14 @@ def test_positional_arguments_and_none_at_all() -> None:
     of = layers("w1")
     train_step(of, DistributedOptimizer(optim.SGD, weights(of), 0.5))
     assert torch.equal(of[0].rpc_sync().get(), train_here([1.0], lambda ws: optim.SGD(ws, 0.5), 1)[0])
-    with autograd.context() as context_id:
-        DistributedOptimizer(optim.SGD, [], lr=1.0).step(context_id)
+    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
+        DistributedOptimizer(optim.SGD, [], lr=1.0)
+
+
+@pytest.mark.usefixtures("w")
+def test_a_class_with_a_step_that_needs_a_closure_is_refused() -> None:
+    with pytest.raises(TypeError, match="LBFGS has a step that needs closure: DistributedOptimizer takes every class"):
+        DistributedOptimizer(optim.LBFGS, weights(layers("w1")))
 
 
 @pytest.mark.usefixtures("w")

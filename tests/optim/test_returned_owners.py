@@ -1,4 +1,4 @@
-"""Optimizers after the loss of a connection: the owner lives, the owner's part is gone."""
+"""Optimizers after a lost connection: the owner lives, its part is gone."""
 
 from collections.abc import Callable, Iterator
 

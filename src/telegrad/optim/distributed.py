@@ -48,7 +48,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         RuntimeError: this process has not joined a group, or an owner is lost.
-        TypeError: params_rref is none of the above.
+        ValueError: params_rref is empty.
+        TypeError: params_rref is none of the above; the class has a `step` that needs a closure.
         errors of the class; those of several owners as one `ExceptionGroup` that is of all their types.
 
     Example::
