@@ -1,4 +1,4 @@
-"""Ids of references, for requests that name a value instead of carrying a reference."""
+"""Ids of references, for requests that carry the id only."""
 
 from typing import Any
 
