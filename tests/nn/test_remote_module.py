@@ -415,3 +415,26 @@ def test_the_error_of_torchs_state_dict_functions_names_those_to_use(net: Remote
     for read in (get_model_state_dict, lambda model: get_state_dict(model, [])):
         with pytest.raises(ValueError, match=r"``state_dict\(\)``, to ``save`` and `telegrad\.optim\.load_checkpoint`"):
             read(model)
+
+
+class Extra(nn.Linear):
+    """Module with extra state."""
+
+    extra = 1
+
+    def get_extra_state(self) -> int:
+        return self.extra
+
+    def set_extra_state(self, state: int) -> None:
+        self.extra = state
+
+
+@pytest.mark.usefixtures("three")
+def test_extra_state() -> None:
+    module = RemoteModule("w1", Extra, (2, 2))
+    assert module.get_extra_state() == 1
+    module.set_extra_state(2)
+    assert module.get_extra_state() == 2
+    other = RemoteModule("w2", Extra, (2, 2))
+    other.load_state_dict(module.state_dict())
+    assert other.get_extra_state() == 2

@@ -58,7 +58,7 @@ def test_it_is_one_round_trip_and_a_second_one_to_scale(monkeypatch: pytest.Monk
     sent = recorded_requests(monkeypatch)
     model.train(optimizer, 0, lambda o, context_id: clip_grad_norm_(o, 0.1, context_id=context_id))
     assert names(sent) == [["norms_of"] * 2, ["scale"] * 2, ["step_of"] * 2]  # one message to each of the two owners
-    factors = {args[3] for _, args in sent[1].values()}
+    factors = {args[1] for _, args, _ in sent[1].values()}
     assert len(factors) == 1
     assert factors.pop() < 1
     sent.clear()
@@ -67,7 +67,7 @@ def test_it_is_one_round_trip_and_a_second_one_to_scale(monkeypatch: pytest.Monk
 
 
 def names(sent: list[dict[int, Any]]) -> list[list[str]]:
-    return [[function.__name__ for function, _ in requests.values()] for requests in sent]
+    return [[function.__name__ for function, *_ in requests.values()] for requests in sent]
 
 
 def give_grads(model: Spread, value: float = 1.0) -> None:

@@ -138,8 +138,14 @@ def test_positional_arguments_and_none_at_all() -> None:
     of = layers("w1")
     train_step(of, DistributedOptimizer(optim.SGD, weights(of), 0.5))
     assert torch.equal(of[0].rpc_sync().get(), train_here([1.0], lambda ws: optim.SGD(ws, 0.5), 1)[0])
-    with autograd.context() as context_id:
-        DistributedOptimizer(optim.SGD, [], lr=1.0).step(context_id)
+    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
+        DistributedOptimizer(optim.SGD, [], lr=1.0)
+
+
+@pytest.mark.usefixtures("w")
+def test_a_class_with_a_step_that_needs_a_closure_is_refused() -> None:
+    with pytest.raises(TypeError, match="LBFGS has a step that needs closure: DistributedOptimizer takes every class"):
+        DistributedOptimizer(optim.LBFGS, weights(layers("w1")))
 
 
 @pytest.mark.usefixtures("w")
@@ -233,7 +239,7 @@ def test_a_lost_owner_is_named() -> None:
         of = layers("w1", "w2")
         optimizer = DistributedOptimizer(optim.SGD, weights(of), lr=1.0)
         group.workers.pop().shutdown(graceful=False)
-        with autograd.context() as context_id, pytest.raises(RuntimeError, match="worker w2 is lost"):
+        with autograd.context() as context_id, pytest.raises(WorkerLost, match=r"worker w2( is lost)?: it shut down"):
             optimizer.step(context_id)
 
 
@@ -247,7 +253,7 @@ def test_an_owner_that_has_left_is_named_and_the_others_step(left: str) -> None:
         stayed = [parameter for parameter in parameters if parameter.owner_name() != left]
         before = [parameter.to_here().detach().clone() for parameter in stayed]
         next(worker for worker in group if worker.info.name == left).shutdown()
-        with pytest.raises(WorkerLost, match=f"worker {left} is lost: it shut down"):
+        with pytest.raises(WorkerLost, match=rf"worker {left}( is lost)?: it (shut down|left)"):
             optimizer.step()
         for parameter, value in zip(stayed, before, strict=True):
             assert torch.equal(parameter.to_here(), value - 1)

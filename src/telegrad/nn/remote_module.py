@@ -317,6 +317,10 @@ class RemoteModule(nn.Module):
         if error:
             error_msgs.append(f"on worker {self.module_rref.owner_name()}: {error}")
 
+    def get_extra_state(self) -> Any:
+        """Return a copy of the remote module's extra state."""
+        return self.module_rref.rpc_sync().get_extra_state()
+
     # ---- changes of the module
 
     def _change(self, method: str, *args: object, **kwargs: object) -> Self:

@@ -1,20 +1,39 @@
 """Calls of several owners at the same time."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from telegrad.errors import UnknownWorker, WorkerLost
 from telegrad.optim.failures import all_of
 from telegrad.optim.owner import require_worker
+from telegrad.rref import RRef
+from telegrad.rref.usable_id import usable_id
 from telegrad.worker import Worker
 from telegrad.worker.scope import outside_contexts
 
 __all__ = ["Request", "ask", "failures_of"]
 
-Request = tuple[Callable[..., Any], tuple[object, ...]]
-"""A function and its arguments."""
+
+class Request(NamedTuple):
+    """Function to call, and its arguments.
+
+    Attributes:
+        of: a value on the owner; the two numbers of its id come first among the arguments.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[object, ...]
+    of: RRef[Any] | None = None
+
+    def all_arguments(self) -> tuple[object, ...]:
+        """Return the arguments of the function.
+
+        Raises:
+            OwnerLost: the owner of the value is lost.
+        """
+        return self.args if self.of is None else (*usable_id(self.of), *self.args)
 
 
 def ask(what: str, requests: Mapping[int, Request]) -> list[Any]:
@@ -37,9 +56,9 @@ def ask(what: str, requests: Mapping[int, Request]) -> list[Any]:
     recorded = torch.is_grad_enabled() and worker.autograd.outside is None
     with outside_contexts(), torch.set_grad_enabled(recorded):
         for owner in ordered[:-1]:
-            futures.append((owner, _started(worker, owner, *requests[owner])))
+            futures.append((owner, _started(worker, owner, requests[owner])))
         for owner in ordered[-1:]:
-            futures.append((owner, _called(worker, owner, *requests[owner])))
+            futures.append((owner, _called(worker, owner, requests[owner])))
         results = dict(zip(ordered, _all_results(worker, what, futures), strict=True))
     return [results[owner] for owner in requests]
 
@@ -56,7 +75,7 @@ def failures_of(requests: Mapping[int, Request]) -> dict[int, Exception]:
     with outside_contexts(), torch.no_grad():
         for owner in sorted(requests, key=lambda owner: owner == worker.info.id):  # see `ask`
             call = _called if owner == worker.info.id else _started
-            futures[owner] = call(worker, owner, *requests[owner])
+            futures[owner] = call(worker, owner, requests[owner])
         for owner, future in futures.items():
             try:
                 future.wait()
@@ -71,20 +90,21 @@ class Waitable(Protocol):
     def wait(self) -> Any: ...
 
 
-def _started(worker: Worker, to: int, function: Callable[..., Any], args: tuple[object, ...]) -> Waitable:
+def _started(worker: Worker, to: int, request: Request) -> Waitable:
     """Start a call.
 
     Its errors come from `wait`, so that the calls of the other owners are made as well.
     """
     try:
-        return worker.rpc_async(to, function, args)
+        return worker.rpc_async(to, request.function, request.all_arguments())
     except Exception as e:
         return _Ended(worker, to, error=e)
 
 
-def _called(worker: Worker, to: int, function: Callable[..., Any], args: tuple[object, ...]) -> Waitable:
+def _called(worker: Worker, to: int, request: Request) -> Waitable:
     """Make a call on this thread."""
     try:
+        function, args = request.function, request.all_arguments()
         return _Ended(worker, to, function(*args) if to == worker.info.id else worker.rpc_sync(to, function, args))
     except Exception as e:
         return _Ended(worker, to, error=e)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from telegrad.autograd.api import _is_valid_context
 from telegrad.optim import owner as on_owner
-from telegrad.optim.ask import ask
+from telegrad.optim.ask import Request, ask
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.rref import RRef
 
@@ -83,7 +83,7 @@ def clip_grad_norm_(
         of = {owner: [references[place] for place in theirs] for owner, theirs in places.items()}
         ask(
             "gradients could not be scaled",
-            {one: (function, (theirs, context_id, factor)) for one, theirs in of.items()},
+            {one: Request(function, (theirs, context_id, factor)) for one, theirs in of.items()},
         )
     return total
 
@@ -106,7 +106,7 @@ def _norms(
 ) -> list[tuple[int, Tensor]]:
     function = on_owner.norms_of_references
     of = {owner: [references[place] for place in theirs] for owner, theirs in places.items()}
-    requests = {owner: (function, (theirs, context_id, norm_type)) for owner, theirs in of.items()}
+    requests = {owner: Request(function, (theirs, context_id, norm_type)) for owner, theirs in of.items()}
     found: list[tuple[int, Tensor]] = []
     for theirs, (numbers, norms) in zip(places.values(), ask("norms could not be computed", requests), strict=True):
         found += [(theirs[number], norms[at]) for at, number in enumerate(numbers)]

@@ -48,7 +48,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         RuntimeError: this process has not joined a group, or an owner is lost.
-        TypeError: params_rref is none of the above.
+        ValueError: params_rref is empty.
+        TypeError: params_rref is none of the above; the class has a `step` that needs a closure.
         errors of the class; those of several owners as one `ExceptionGroup` that is of all their types.
 
     Example::
@@ -117,10 +118,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             theirs = [part for _, (part, _) in mine[one]]
             known = self._parts.get(one)
             if known is not None:
-                return on_owner.add_group, (*known.rref.id, theirs[0], attempt)
+                return Request(on_owner.add_group, (theirs[0], attempt), known.rref)
             if one == worker.info.id:
-                return on_owner.create_part, (self.optimizer_class, theirs, grouped, args, kwargs)
-            return on_owner.make_local_optimizer, (kind, theirs, grouped, args, kwargs)
+                return Request(on_owner.create_part, (self.optimizer_class, theirs, grouped, args, kwargs))
+            return Request(on_owner.make_local_optimizer, (kind, theirs, grouped, args, kwargs))
 
         name = getattr(self.optimizer_class, "__name__", self.optimizer_class)
         requests = {one: request(one) for one in owners}
@@ -151,7 +152,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Remove the group of a failed attempt from the owners that may have added it."""
         members = require_worker().members
         self._unusable = _unusable_because([members.name_of(one) for one in owners], "was interrupted")
-        failures = failures_of({one: (on_owner.undo_add, (*self._parts[one].rref.id, attempt)) for one in owners})
+        failures = failures_of({one: Request(on_owner.undo_add, (attempt,), self._parts[one].rref) for one in owners})
         failed = {members.name_of(one): error for one, error in failures.items() if not _is_loss(error)}
         why = "; ".join(f"{type(error).__name__}: {error}" for error in failed.values())
         self._unusable = _unusable_because(list(failed), f"failed ({why})") if failed else ""
@@ -324,7 +325,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             theirs = {one: dict(state_dict) for one in parts}
         for one, part in parts.items():
             check_shapes(self.optimizer_class, part, theirs[one], worker.members.name_of(one), self._name_of)
-        requests = {one: (on_owner.load_state, (*part.rref.id, theirs[one])) for one, part in parts.items()}
+        requests = {one: Request(on_owner.load_state, (theirs[one],), part.rref) for one, part in parts.items()}
         try:
             replies = ask("the state could not be loaded", requests)
         except BaseException:
@@ -377,7 +378,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _ask_parts(self, what: str, function: Callable[..., Any], *arguments: object) -> list[Any]:
         """Call a function on all owners with their part's reference; see `ask`."""
         self._check_usable()
-        return ask(what, {one: (function, (*part.rref.id, *arguments)) for one, part in self._parts.items()})
+        return ask(what, {one: Request(function, arguments, part.rref) for one, part in self._parts.items()})
 
     def _ask_with_changes(
         self, what: str, parts: Mapping[int, Part], function: Callable[..., Any], *arguments: object
@@ -391,7 +392,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         requests: dict[int, Request] = {}
         for one, part in parts.items():
             further = (changes[one],) if changes[one] else ()
-            requests[one] = function, (*part.rref.id, *arguments, *further)
+            requests[one] = Request(function, (*arguments, *further), part.rref)
         try:
             results = ask(what, requests)
         except BaseException:

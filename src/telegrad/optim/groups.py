@@ -97,9 +97,12 @@ def read_groups(entries: Sequence[Any]) -> tuple[list[RemoteGroup], bool]:
     """Return the groups that a constructor got, and whether it got groups.
 
     Raises:
+        ValueError: there are no entries.
         TypeError: an entry is neither a reference, nor a name and a reference, nor a group.
     """
-    if entries and isinstance(entries[0], Mapping):
+    if not entries:
+        raise ValueError("optimizer got an empty parameter list")
+    if isinstance(entries[0], Mapping):
         return [read_group(entry) for entry in entries], True
     return [({}, *_split(entries))], False
 

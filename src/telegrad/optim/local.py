@@ -13,6 +13,7 @@ torch's own optimizers have known code: they work in place and under the lock. O
 taken.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -52,6 +53,7 @@ class LocalOptimizer:
 
     Raises:
         ValueError: one of the parameters is not a leaf, or two share memory.
+        TypeError: the optimizer has a `step` with arguments that it needs.
         errors of the optimizer's constructor.
     """
 
@@ -77,6 +79,7 @@ class LocalOptimizer:
             of_group = self._given(group)
             given.extend([of_group] if grouped else of_group["params"])
         self.optimizer: torch.optim.Optimizer = optimizer_class(given, *args, **kwargs)
+        _check_step(self.optimizer)
         self._known = type(self.optimizer).__module__.split(".")[:2] == ["torch", "optim"]
         self._manage()
         self._vacate()
@@ -322,3 +325,16 @@ def _check(parameters: Sequence[Tensor]) -> None:
                 " other memory, and they would no longer share it: use one nn.Parameter for both."
             )
         others.append((start, end, parameter))
+
+
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Check that `step` can be called without arguments."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
+    if needed:
+        raise TypeError(
+            f"{type(optimizer).__name__} has a step that needs {', '.join(needed)}: DistributedOptimizer takes every"
+            " class of torch.optim, and any class with that interface, except those with a step that needs a closure"
+            " (LBFGS)"
+        )

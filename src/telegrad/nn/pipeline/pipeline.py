@@ -1,38 +1,43 @@
 """Pipeline of modules on several workers, as its user has it."""
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from telegrad import rpc
-from telegrad.errors import RemoteError, RpcTimeout
+from telegrad.errors import RemoteError, RpcTimeout, WorkerLost
 from telegrad.nn.pipeline import requests
+from telegrad.nn.pipeline.arguments import (
+    StageSpec,
+    check_inputs,
+    check_options,
+    check_reduction,
+    detached,
+    remote_module,
+    scale_of,
+)
 from telegrad.nn.pipeline.local_step import LossFunction, Plan, run_backward
 from telegrad.nn.pipeline.micro_batches import batch_size, divide, target_values
-from telegrad.nn.pipeline.schedule import SCHEDULES, Pass, PassKind
+from telegrad.nn.pipeline.schedule import Pass, PassKind
 from telegrad.nn.pipeline.stage import PipelineStage, StageResult
+from telegrad.nn.pipeline.stage_modules import StageModules
 from telegrad.nn.pipeline.times import PassTime, StepTimes
-from telegrad.nn.remote_module import RemoteModule
+from telegrad.protocols.rref import RRefId
 from telegrad.rref import RRef
+from telegrad.rref.usable_id import usable_id
 from telegrad.worker.calls.future import CallFuture
-from telegrad.worker.default_worker import open_worker
 from telegrad.worker.scope import caller_state, outside_contexts, without_autocast
 
 __all__ = ["Pipeline", "StageSpec"]
 
-StageSpec: TypeAlias = nn.Module | Sequence[Any]
-"""A `RemoteModule`, a local module, or the arguments of a `RemoteModule`."""
-
-_REDUCTIONS = ("mean", "sum")
 _DEFAULT_TIMEOUT = -1.0
+_DROP_TIMEOUT = 5.0  # s for passes of a failed step that still run: `zero_grad` waits for longer ones
 
 
-class Pipeline(nn.Module):
+class Pipeline(StageModules):
     """Model in stages on several workers that work on micro-batches in parallel.
 
     A step divides its batch into micro-batches. Each stage runs their forward and backward passes in the order of a
@@ -40,8 +45,9 @@ class Pipeline(nn.Module):
     a step, and gradients are summed in ``.grad``, so they equal those of one process, except for rounding. With the
     same micro-batches in one process, they are equal bit by bit.
 
-    It is an ``nn.Module``: `train`, `eval`, `state_dict` and `load_state_dict` apply to all stages. Several stages may
-    share a worker, and the calling worker may own stages.
+    It is an ``nn.Module``: `train`, `eval`, `requires_grad_`, `double` and other conversions to a type, `state_dict`
+    and `load_state_dict` apply to all stages. Methods that would return parameters or buffers, or move stages to a
+    device, raise ``ValueError``. Several stages may share a worker, and the calling worker may own stages.
 
     Requirements:
 
@@ -72,7 +78,8 @@ class Pipeline(nn.Module):
 
     Raises:
         ValueError: there are no stages; an unknown schedule or reduction; ``loss_fn`` has another reduction.
-        TypeError: a stage is none of the above.
+        TypeError: a stage is none of the above, or a `RemoteModule` with hooks or a forward of its own, which run on
+            this worker; a stage has an ``async def forward``; the number of micro-batches is no int.
         RuntimeError: a worker does not exist or is lost, or this process has not joined a group.
         errors of the modules' constructors.
 
@@ -100,20 +107,13 @@ class Pipeline(nn.Module):
         schedule: Literal["gpipe", "1f1b", "eager-1f1b"] = "1f1b",
         reduction: Literal["mean", "sum"] = "mean",
     ) -> None:
-        super().__init__()
-        if not stages:
-            raise ValueError("a pipeline needs at least one stage")
-        if schedule not in SCHEDULES:
-            raise ValueError(f"unknown schedule {schedule!r}: the schedules are {', '.join(map(repr, SCHEDULES))}")
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches has to be at least 1, and is {micro_batches}")
-        _check_reduction(reduction, loss_fn)
-        self.stages: nn.ModuleList = nn.ModuleList([_remote_module(number, spec) for number, spec in enumerate(stages)])
+        check_options(stages, micro_batches, schedule)
+        check_reduction(reduction, loss_fn)
+        super().__init__([remote_module(number, spec) for number, spec in enumerate(stages)])
         self.times: StepTimes | None = None
         self._micro_batches = micro_batches
         self._reduction = reduction
         self._trainable = loss_fn is not None
-        self._lock = threading.Lock()  # held by a step
         self._number = 0  # of the last step
         self._rrefs: list[RRef[PipelineStage]] = self._make_stages(schedule, loss_fn)
 
@@ -137,10 +137,13 @@ class Pipeline(nn.Module):
         )
         return rrefs
 
-    def _modules_of_stages(self) -> Iterator[RemoteModule]:
-        for module in self.stages:
-            assert isinstance(module, RemoteModule)
-            yield module
+    def _usable_ids(self) -> list[RRefId]:
+        """Return the ids of all stages.
+
+        Raises:
+            OwnerLost: the worker of a stage is lost.
+        """
+        return [usable_id(rref) for rref in self._rrefs]
 
     # ---- running it
 
@@ -176,13 +179,13 @@ class Pipeline(nn.Module):
         Blocks until all stages have run their passes. An optimizer may step afterwards.
 
         If inputs require grad, the backward pass continues in this process, in the graph that has computed them.
-        Autograd contexts play no part.
+        Autograd contexts play no part: an input must not come from a tensor that was received in one.
 
         Args:
             inputs: arguments of the first stage. Tensors are divided along their first dimension, of the same size in
                 all; every micro-batch gets other values, and tensors without a dimension, as they are.
             target: second argument of ``loss_fn``, divided like the inputs: a tensor, or a tuple or list of tensors and
-                other values.
+                other values. Tensors are detached: no gradient of a target is computed.
             outputs: also return the result of the last stage.
             scaler: scales the loss of each micro-batch for its backward pass, so all gradients are scaled. The returned
                 loss is not. Let the same scaler step the optimizer: ``scaler.step(optimizer)``, ``scaler.update()``.
@@ -197,8 +200,8 @@ class Pipeline(nn.Module):
             ValueError: the sizes of tensors differ, or are smaller than the number of micro-batches; the pipeline has
                 no ``loss_fn``.
             TypeError: the target is a dict or a set, or has a container inside; the scaler is no ``GradScaler``.
-            RuntimeError: another step of this pipeline is running; a worker is lost (`WorkerLost`), or the timeout has
-                expired (`RpcTimeout`).
+            RuntimeError: another step of this pipeline is running; an input comes from a context; a worker is lost
+                (`WorkerLost`), or the timeout has expired (`RpcTimeout`).
             errors of modules and of ``loss_fn``: of their original type and of RemoteError, with a note that names the
                 stage, its worker and the micro-batch. After any error all stages have dropped the step, and ``.grad``
                 may have a part of its gradients: call `zero_grad`.
@@ -212,8 +215,9 @@ class Pipeline(nn.Module):
         """
         if not self._trainable:
             raise ValueError("this pipeline has no loss_fn, so it is for inference only: call it instead of step")
+        check_inputs(inputs)
         needs = tuple(isinstance(value, Tensor) and value.requires_grad for value in inputs)
-        scale = None if scaler is None else _scale_of(scaler)
+        scale = None if scaler is None else scale_of(scaler)
         loss, result, gradients = self._run(inputs, needs, target, True, outputs, timeout, scale)
         run_backward(inputs, gradients)
         return (loss, result) if outputs else loss
@@ -266,11 +270,12 @@ class Pipeline(nn.Module):
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
+            ids = self._usable_ids()
             self._number += 1
             plan = Plan(self._number, training, outputs, count, autocast)
             futures: list[CallFuture[Any]] = []
             try:
-                self._begin(futures, plan, inputs, needs, target, sizes, scale, timeout)
+                self._begin(futures, ids, plan, inputs, needs, target, sizes, scale, timeout)
                 results = [StageResult(*each) for each in rpc.wait_all(futures)[-len(self.stages) :]]
             except BaseException as error:
                 self._drop(futures, plan, error, timeout, begin)
@@ -283,6 +288,7 @@ class Pipeline(nn.Module):
     def _begin(
         self,
         futures: list[CallFuture[Any]],
+        ids: Sequence[RRefId],
         plan: Plan,
         inputs: tuple[object, ...],
         needs: tuple[bool, ...],
@@ -293,21 +299,22 @@ class Pipeline(nn.Module):
     ) -> None:
         """Send the batch, and ask all stages for their results."""
 
-        def send(rref: RRef[PipelineStage], function: Callable[..., object], *args: object) -> None:
-            futures.append(rpc.rpc_async(rref.owner_id, function, (*rref.id, tuple(plan), *args), timeout=timeout))
+        def send(stage: int, function: Callable[..., object], *args: object) -> None:
+            owner = self._rrefs[stage].owner_id
+            futures.append(rpc.rpc_async(owner, function, (*ids[stage], tuple(plan), *args), timeout=timeout))
 
         values = tuple(value.detach() if isinstance(value, Tensor) else value for value in inputs)
-        send(self._rrefs[0], requests.feed, values, needs, sizes)
+        send(0, requests.feed, values, needs, sizes)
         if plan.training:
             weights = [size / sum(sizes) if self._reduction == "mean" else 1.0 for size in sizes]
-            send(self._rrefs[-1], requests.feed_targets, _detached(target), sizes, weights, scale)
-        for rref in self._rrefs:
-            send(rref, requests.run_step, sizes)
+            send(-1, requests.feed_targets, detached(target), sizes, weights, scale)
+        for stage in range(len(ids)):
+            send(stage, requests.run_step, sizes)
 
     def _drop(
         self, futures: Sequence[CallFuture[Any]], plan: Plan, error: BaseException, timeout: float, begin: float
     ) -> None:
-        """Drop a failed step at all stages; wait until none of them runs a pass of it."""
+        """Drop a failed step at all stages; wait a while for passes that still run."""
         for future in futures:
             future._disregard()
             future.cancel()
@@ -317,9 +324,15 @@ class Pipeline(nn.Module):
         if timed_out or not isinstance(error, Exception) or left < 0:
             return  # each stage drops the step when it learns of the deadline or the cancellation
         dropped: list[CallFuture[None]] = []
+        # A stage may have noticed a loss of which this worker learns later: until then, a request would wait.
+        lost = error.name if isinstance(error, WorkerLost) else None
+        left = min(left or _DROP_TIMEOUT, _DROP_TIMEOUT)
         for rref in self._rrefs:
+            if rref.owner_name() == lost:
+                continue
             try:
-                dropped.append(rpc.rpc_async(rref.owner_id, requests.drop_step, (*rref.id, plan.number), timeout=left))
+                ids = usable_id(rref)
+                dropped.append(rpc.rpc_async(rref.owner_id, requests.drop_step, (*ids, plan.number), timeout=left))
             except Exception:  # the worker is lost or closed, and with it the step
                 pass
         for future in dropped:
@@ -327,40 +340,6 @@ class Pipeline(nn.Module):
                 future.wait()
             except Exception:
                 pass
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Keep other threads from running a step.
-
-        Raises:
-            RuntimeError: one is running.
-        """
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "a step of this pipeline is running in another thread: run its steps one after the other, or create"
-                " another pipeline of the same remote modules"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-    # ---- parameters
-
-    def parameter_rrefs(self) -> list[RRef[nn.Parameter]]:
-        """Return references to the parameters of all stages, for a `DistributedOptimizer`.
-
-        They are in the order of the stages, and of ``parameters()`` within each.
-
-        Raises:
-            RuntimeError: a worker is lost.
-
-        Example::
-
-            pipe = Pipeline([("worker1", torch.nn.Linear, (8, 8)), ("worker2", torch.nn.Linear, (8, 3))])
-            print([rref.owner_name() for rref in pipe.parameter_rrefs()])  # ['worker1', 'worker1', 'worker2', ...]
-        """
-        return [rref for module in self._modules_of_stages() for rref in module.remote_parameters()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Remove the ``.grad`` of all parameters on their owners.
@@ -376,58 +355,7 @@ class Pipeline(nn.Module):
         with self._exclusive(), outside_contexts():
             rpc.wait_all(
                 [
-                    rpc.rpc_async(rref.owner_id, requests.reset_gradients, (*rref.id, self._number, set_to_none))
-                    for rref in self._rrefs
+                    rpc.rpc_async(rref.owner_id, requests.reset_gradients, (*each, self._number, set_to_none))
+                    for rref, each in zip(self._rrefs, self._usable_ids(), strict=True)
                 ]
             )
-
-
-def _remote_module(number: int, spec: StageSpec) -> RemoteModule:
-    """Return the remote module of a stage.
-
-    Raises:
-        TypeError: the stage is not given in one of the supported forms.
-    """
-    if isinstance(spec, RemoteModule):
-        return spec
-    if isinstance(spec, nn.Module):
-        tensor = next((t for tensors in (spec.parameters(), spec.buffers()) for t in tensors), None)
-        open_worker()
-        return RemoteModule.init_from_module_rref("cpu" if tensor is None else tensor.device, RRef(spec))
-    if not isinstance(spec, (tuple, list)) or not 2 <= len(spec) <= 4:
-        raise TypeError(
-            f"stage {number} of a pipeline has to be a RemoteModule, a module of this worker, or a tuple (worker,"
-            f" module_cls[, args[, kwargs]]), and is {spec!r}"
-        )
-    return RemoteModule(*spec)
-
-
-def _check_reduction(reduction: str, loss_fn: object) -> None:
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"unknown reduction {reduction!r}: the reductions are {', '.join(map(repr, _REDUCTIONS))}")
-    own = getattr(loss_fn, "reduction", reduction)
-    if own != reduction:
-        raise ValueError(
-            f"loss_fn has reduction={own!r}, but the pipeline has reduction={reduction!r}: pass the same to both"
-        )
-
-
-def _scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
-    """Return the factor of a scaler, as it multiplies a loss; None if it is disabled.
-
-    Raises:
-        TypeError: it is no scaler.
-    """
-    if not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler has to be a GradScaler, such as telegrad.optim.GradScaler, and is {scaler!r}")
-    if not scaler.is_enabled():
-        return None
-    scaler.scale(torch.ones((), device=scaler._device))  # the first use makes the scale, which its `step` requires
-    return torch.tensor(scaler.get_scale(), dtype=torch.float32)
-
-
-def _detached(value: object) -> object:
-    if isinstance(value, (tuple, list)):
-        items = [_detached(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value.detach() if isinstance(value, Tensor) else value

@@ -5,6 +5,7 @@ take the slow path, and references between neighbors would never be released.
 """
 
 import asyncio
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -60,7 +61,19 @@ async def make_stage(
     value, exposure = await module, module.worker.handlers.exposure
     exposure.method_of(value, "__call__")  # the stage calls it, and resets its gradients
     exposure.method_of_module(value, "zero_grad")
+    _check_forward(value, config[0])
     return RRef(PipelineStage(value, StageConfig(*config, loss), module.owner_name()))
+
+
+def _check_forward(module: nn.Module, number: int) -> None:
+    """Check that the module's `forward` returns its results."""
+    function = inspect.getattr_static(module, "forward", None)
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(kind(function) for kind in kinds):
+        raise TypeError(
+            f"stage {number} of a pipeline has a {type(module).__qualname__}, with a forward that is a generator or"
+            " async: a stage has to return tensors from an ordinary function"
+        )
 
 
 def connect(created_on: int, local_id: int, before: Address | None, after: Address | None) -> None:
