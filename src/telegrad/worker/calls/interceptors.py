@@ -146,7 +146,7 @@ class Carrier(Protocol):
 
 carriers: dict[object, Carrier] = {}
 around_handlers: set[str] = {__file__}  # files of functions of Telegrad that call handlers
-own: set[object] = {read_attribute}  # functions of Telegrad whose arguments and results no pickler of the program gets
+own: set[object] = {read_attribute}  # functions of Telegrad that do not use the pickler of the program
 internal: set[object] = {type}  # functions of Telegrad that interceptors do not see
 
 
