@@ -81,7 +81,7 @@ class ByPickler(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Arguments of a function of Telegrad around those of the program's function, which the pickler gets."""
+    """Arguments of a function of Telegrad around those that the pickler gets."""
 
     head: tuple[Any, ...]
     tail: tuple[Any, ...]

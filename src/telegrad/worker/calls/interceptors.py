@@ -138,7 +138,7 @@ class Carrier(Protocol):
         """Return the arguments with another function, or name, and its arguments."""
 
     def split(self, args: Sequence[Any], /) -> tuple[Carried, Sequence[Any], Mapping[str, Any]]:
-        """Return the arguments of Telegrad, and the arguments that a pickler of the program gets."""
+        """Return Telegrad's arguments, and those that the program's pickler gets."""
 
     def is_reply(self, value: object, /) -> bool:
         """Return whether a value may be the result of the carrier."""
@@ -161,7 +161,7 @@ def is_internal(function: object) -> bool:
 
 
 def is_own(function: object) -> bool:
-    """Return whether no pickler of the program gets the arguments and the result of a function."""
+    """Return whether a function does not use the pickler of the program."""
     return type(function) is FunctionType and function in own
 
 
