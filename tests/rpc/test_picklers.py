@@ -15,6 +15,7 @@ import torch
 
 from telegrad import autograd, rpc
 from telegrad.errors import RemoteError, RpcTimeout, SerializationError, TelegradError
+from telegrad.nn import RemoteModule
 from telegrad.rpc.internal import _InternalRPCPickler
 from telegrad.testing import Cluster, cluster
 from telegrad.worker.calls import interceptors
@@ -88,6 +89,32 @@ def test_arguments_and_results_pass_the_picklers(both: Any, function: Any) -> No
     mine, theirs = both
     assert mine.seen == [("serialize", (((1, "a"),), {})), ("deserialize", [1, "a"])]
     assert theirs.seen == [("deserialize", ([[1, "a"]], {})), ("serialize", [1, "a"])]
+
+
+def count(n: int) -> Iterator[int]:
+    yield from range(n)
+
+
+@pytest.mark.parametrize("function", [identity, lambda x: x], ids=["by name", "by value"])
+def test_picklers_get_the_arguments_of_the_program_s_function(both: Any, function: Any) -> None:
+    mine, theirs = both
+    assert rpc.rpc_sync("w1", function, ((1,),), retry=rpc.Retry()) == [1]
+    assert list(rpc.map("w1", function, [(1,), (2,)], chunk=2)) == [[1], [2]]
+    assert list(rpc.stream("w1", count, kwargs={"n": 1})) == [0]
+    given = [(((1,),), {}), (([(1,), (2,)],), {}), ((), {"n": 1})]
+    assert [value for kind, value in mine.seen if kind == "serialize"][:3] == given
+    assert [value for kind, value in theirs.seen if kind == "deserialize"][:3] == [
+        ([[1]], {}), ([[[1], [2]]], {}), ([], {"n": 1}),
+    ]  # fmt: skip
+
+
+def test_functions_of_telegrad_do_not_use_the_pickler(both: Any) -> None:
+    assert rpc.remote("w1", range, (3,)).get_attr("stop") == 3
+    module = RemoteModule("w1", torch.nn.Linear, (2, 2))
+    assert module(torch.ones(2)).shape == (2,)
+    assert len(module.remote_parameters()) == 2
+    for pickler in both:
+        pickler.seen.clear()  # it has tensors
 
 
 @pytest.mark.usefixtures("both")

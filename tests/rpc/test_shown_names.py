@@ -1,4 +1,4 @@
-"""Diagnostics and errors of streams, maps and retries are about the program's call."""
+"""Names and paths in diagnostics of streams, maps and retries."""
 
 import asyncio
 import threading

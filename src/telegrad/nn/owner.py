@@ -18,6 +18,7 @@ from telegrad.nn.method_names import method_names
 from telegrad.rref import RRef
 from telegrad.worker import Worker
 from telegrad.worker.calls.callables import callee_of
+from telegrad.worker.calls.interceptors import own
 
 __all__ = [
     "AttributeInfo",
@@ -249,3 +250,6 @@ def _is_exposed_method(worker: Worker, value: nn.Module, name: str) -> bool:
         return _kind_of(worker.handlers.exposure.read(value, name)) == AttributeInfo.METHOD
     except NotExposed:
         return False
+
+
+own.update((make_module, forward_on_device, parameters_of, submodule_of, change, state_of, load_state, read_member))

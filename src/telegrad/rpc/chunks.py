@@ -11,6 +11,7 @@ from telegrad.rpc.cancellation import cancelled
 from telegrad.rpc.copies import Copier
 from telegrad.serialize.copies import IMMUTABLE
 from telegrad.serialize.exceptions import pack_exception
+from telegrad.serialize.program_pickler import Carried
 from telegrad.worker import Worker, process_hooks
 from telegrad.worker.calls.callables import callee_of, found, full_name_of, rerun_for_torch_error
 from telegrad.worker.calls.future import CallFuture, awaitable_of, is_future
@@ -165,6 +166,10 @@ class _ChunkCarrier:
                 "an interceptor changed the arguments of a chunk of rpc.map to something else than (items,), a list"
             )
         return function, values[0], args[2]
+
+    def split(self, args: Sequence[Any], /) -> tuple[Carried, Sequence[Any], Mapping[str, Any]]:
+        function, items, caller = args
+        return Carried((function,), (caller,), True), (items,), {}
 
     def is_reply(self, value: object, /) -> bool:
         return isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], list)

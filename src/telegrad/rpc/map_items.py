@@ -10,7 +10,7 @@ from telegrad.serialize.tracebacks import is_of_signal_handler
 __all__ = ["COPIED", "SMALL", "Source", "nbytes"]
 
 SMALL: Final = frozenset((int, float, bool, complex, type(None)))
-"""Types whose size in bytes need not be counted."""
+"""Types of values that have a few bytes, which need not be counted."""
 
 COPIED: Final = 64 << 10  # bytes of an item or result, above which a copy costs more than a chunk of its own
 

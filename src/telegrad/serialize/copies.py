@@ -18,8 +18,8 @@ def copy_by_message(value: object, serializer: Serializer) -> Any:
     """Encode and decode a value: the copy has all that a message would carry.
 
     Raises:
-        SerializationError: The value cannot be sent, or contains a tensor that requires grad, whose copy would not be
-            part of its graph.
+        SerializationError: The value cannot be sent, or contains a tensor that requires grad: its copy would not be
+            part of the graph.
         Exception: Whatever encoding the value raises, for references too.
     """
     coded = serializer.codec.encode_recorded(value)

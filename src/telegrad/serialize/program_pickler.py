@@ -4,13 +4,14 @@ The pickler encodes the arguments of a call, or its result. What Telegrad adds t
 create, is next to its output.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from telegrad.errors import SerializationError
 
-__all__ = ["BodyPickler", "ByPickler", "PickledCall", "Pickler", "dump_by_pickler", "load_by_pickler"]
+__all__ = ["BodyPickler", "ByPickler", "Carried", "PickledCall", "Pickler", "dump_by_pickler", "load_by_pickler"]
 
 
 class Pickler(Protocol):
@@ -79,6 +80,18 @@ class ByPickler(NamedTuple):
     after: tuple[object, ...]
 
 
+class Carried(NamedTuple):
+    """Arguments of a function of Telegrad around those that the pickler gets."""
+
+    head: tuple[Any, ...]
+    tail: tuple[Any, ...]
+    is_chunk: bool  # between them is the first argument, a list; else the arguments and the keyword arguments
+
+    def around(self, values: Any, named: Any) -> tuple[Any, ...]:
+        """Return the arguments of Telegrad's function."""
+        return (*self.head, *((list(values[0]),) if self.is_chunk else (values, named)), *self.tail)
+
+
 class PickledCall(tuple[Any, ...]):
     """Body of a request whose reply the pickler encodes as well."""
 
@@ -107,7 +120,7 @@ def load_by_pickler(
     name: str,
     data: bytes,
     tensors: list[Tensor],
-    before: tuple[Any, ...] | None,
+    before: Sequence[Any] | None,
     after: tuple[Any, ...],
 ) -> Any:
     """Return a result, or the body of a call.
@@ -126,5 +139,9 @@ def load_by_pickler(
     value = pickler.pickler.deserialize(data, tensors)
     if before is None:
         return value
-    body = (*before, *pickler.items(value), *after)
+    items = pickler.items(value)
+    if before and type(before[-1]) is Carried:
+        *before, carried = before
+        items = carried.around(*items), {}
+    body = (*before, *items, *after)
     return body if pickler.carries_function else PickledCall(body)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import GeneratorType, MappingProxyType
 from typing import Any
 
+from telegrad.serialize.program_pickler import Carried
 from telegrad.streams import async_producer, producer
 from telegrad.streams.async_producer import AsyncProducer
 from telegrad.streams.batches import Batch
@@ -151,6 +152,10 @@ class _Open:
     ) -> tuple[Any, ...]:
         *before, _, _, _ = args
         return (*before, function, values, named)
+
+    def split(self, args: Sequence[Any], /) -> tuple[Carried, Sequence[Any], Mapping[str, Any]]:
+        *head, values, named = args
+        return Carried(tuple(head), (), False), values, named
 
     def is_reply(self, value: object, /) -> bool:
         return isinstance(value, tuple) and len(value) == len(Batch._fields) and isinstance(value[-1], list)

@@ -35,7 +35,7 @@ from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.encoded import NO_METADATA, Request
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture, cancel_if_interrupted
 from telegrad.worker.calls.interception import CallForm, Creation, InterceptedRequest
-from telegrad.worker.calls.interceptors import PICKLER, Interceptors, active, carrier_of, rename_path, switch
+from telegrad.worker.calls.interceptors import PICKLER, Interceptors, active, carrier_of, is_own, rename_path, switch
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.calls.pending_work import OpenWork
 from telegrad.worker.closed import AnyClient, AnyEngine
@@ -173,7 +173,7 @@ class Calls:
         peer, receiver, function = call.peer, call.receiver, call.function
         flags = _INTERNAL if call.internal or (receiver is not None and function is type) else 0
         ticket = keep = target = epoch = None
-        pickler = None if flags & _INTERNAL else self._pickler_of(receiver)
+        pickler = None if flags & _INTERNAL or is_own(function) else self._pickler_of(receiver)
         name, parts = call.name, _PARTS
         body: tuple[object, ...] = (call.args, call.kwargs)
         before: tuple[object, ...] = ()
@@ -201,7 +201,11 @@ class Calls:
         context = None if flags & _INTERNAL else call.context
         value: object = (*before, *body, *after)
         if pickler is not None:
-            value = ByPickler(before, pickler.call(function, call.args, call.kwargs), after)
+            args, kwargs = call.args, call.kwargs
+            if (carrier := carrier_of(function)) is not None and not pickler.carries_function:
+                carried, args, kwargs = carrier.split(args)
+                before = (*before, carried)
+            value = ByPickler(before, pickler.call(function, args, kwargs), after)
         try:
             message = self.messages.encode(
                 peer, value, target, caller_state(), ticket, pickler, parts, context, context is not None, trace, epoch

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 from torch.futures import Future
 
 from telegrad.errors import TelegradError
-from telegrad.worker.calls.callables import name_of
+from telegrad.serialize.program_pickler import Carried
+from telegrad.worker.calls.callables import name_of, read_attribute
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture, is_future
 
 __all__ = [
@@ -38,7 +39,9 @@ __all__ = [
     "failed",
     "internal",
     "is_internal",
+    "is_own",
     "of_process",
+    "own",
     "rename_path",
     "run_chain",
     "succeeded",
@@ -134,12 +137,16 @@ class Carrier(Protocol):
     ) -> tuple[Any, ...]:
         """Return the arguments with another function, or name, and its arguments."""
 
+    def split(self, args: Sequence[Any], /) -> tuple[Carried, Sequence[Any], Mapping[str, Any]]:
+        """Return Telegrad's arguments, and those that the program's pickler gets."""
+
     def is_reply(self, value: object, /) -> bool:
         """Return whether a value may be the result of the carrier."""
 
 
 carriers: dict[object, Carrier] = {}
 around_handlers: set[str] = {__file__}  # files of functions of Telegrad that call handlers
+own: set[object] = {read_attribute}  # functions of Telegrad that do not use the pickler of the program
 internal: set[object] = {type}  # functions of Telegrad that interceptors do not see
 
 
@@ -151,6 +158,11 @@ def carrier_of(function: object) -> Carrier | None:
 def is_internal(function: object) -> bool:
     """Return whether interceptors do not see the calls of a function."""
     return function is type or (type(function) is FunctionType and function in internal)
+
+
+def is_own(function: object) -> bool:
+    """Return whether a function does not use the pickler of the program."""
+    return type(function) is FunctionType and function in own
 
 
 def rename_path(carrier: Carrier, error: BaseException) -> None:

@@ -102,7 +102,7 @@ class Handlers:
         return self._deferred.copy()
 
     def name_deferred(self, function: str) -> None:
-        """Set the name of the program's function that the running coroutine awaits, for diagnostics."""
+        """Set the name of the request that the running coroutine serves."""
         scope = current.get()
         deferred = None if scope is None else self._deferred.get((scope.connection, scope.call))
         if deferred is not None:

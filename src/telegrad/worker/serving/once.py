@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 from torch.futures import Future
 
 from telegrad.errors import Cancelled, TelegradError
+from telegrad.serialize.program_pickler import Carried
 from telegrad.worker import process_hooks
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.callables import callee_of, found, full_name_of
@@ -417,6 +418,10 @@ class _RunCarrier:
         self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
     ) -> tuple[Any, ...]:
         return *args[:2], function, tuple(values), dict(named)
+
+    def split(self, args: Sequence[Any], /) -> tuple[Carried, Sequence[Any], Mapping[str, Any]]:
+        *head, values, named = args
+        return Carried(tuple(head), (), False), values, named
 
     def is_reply(self, _: object, /) -> bool:
         return True
