@@ -64,7 +64,7 @@ class ExposedNames:
         self._patterns.discard((tuple(module.split(".")), tuple(path.split("."))))
 
     def has_name(self, path: Path) -> bool:
-        """Return whether a name was exposed as it is, or by another name of the same object."""
+        """Return whether a name was exposed, as it is or by another name."""
         return path in self._names or path in self._places
 
     def has_pattern(self, path: Path) -> bool:
@@ -83,7 +83,7 @@ class ExposedNames:
 
 
 def _place_of(module: str, path: str) -> Path | None:
-    """Return the place of definition of what a name refers to; None if there is no other.
+    """Return another place, at which the object of a name is defined, or None.
 
     Imports nothing. A function that a class defines has none: its place would expose a method of all subclasses.
     """
