@@ -263,6 +263,24 @@ def test_shutdown_without_grace_ends_a_graceful_one_that_hangs() -> None:
         hangs.join()
 
 
+def test_a_graceful_shutdown_of_a_worker_out_of_its_group_names_the_reason() -> None:
+    with cluster(2, graceful=False) as w:
+        failures: list[str] = []
+
+        def end() -> None:
+            with pytest.raises(NotInitialized) as caught:
+                w[0].shutdown()
+            failures.append(str(caught.value))
+
+        hangs = threading.Thread(target=end)
+        hangs.start()
+        eventually(lambda: w[0]._worker.shutdown_lock.locked())
+        w[0]._worker.fence("its lease has expired")
+        hangs.join(10)
+        assert len(failures) == 1
+        assert "worker w0 is out of its group: its lease has expired. Start it again" in failures[0]
+
+
 @pytest.mark.parametrize("graceful", [False, True])
 def test_a_second_shutdown_waits_for_the_first(graceful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(2, graceful=False) as w:

@@ -107,6 +107,13 @@ def test_a_decorated_class_and_function(listed: Callable[..., None]) -> None:
         assert rpc.remote("w1", Net).rpc_sync().forward(torch.ones(1, 2)).shape == (1, 1)
 
 
+def test_a_class_by_the_name_of_a_module_that_has_imported_it(listed: Callable[..., None]) -> None:
+    listed("torch.nn:Linear")
+    with cluster(2, rpc.Options(expose="listed")):
+        assert RemoteModule("w1", nn.Linear, (2, 1))(torch.ones(1, 2)).shape == (1, 1)
+        refused(lambda: RemoteModule("w1", nn.Bilinear, (2, 2, 1))(torch.ones(1, 2), torch.ones(1, 2)))
+
+
 def test_builtins_and_operators_by_their_names(listed: Callable[..., None]) -> None:
     rpc.expose(torch.add)
     listed("torch:add", "builtins:max", "builtins:dict.fromkeys")
@@ -206,7 +213,9 @@ def test_a_function_that_is_plain_data_is_refused(listed: Callable[..., None]) -
 
 def test_the_error_says_how_to_expose(group: Any) -> None:
     assert f'rpc.expose("{__name__}:secret")' in refused(lambda: rpc.rpc_sync("w1", secret))
-    assert "sent by value" in refused(lambda: rpc.rpc_sync("w1", lambda: None))
+    by_value = refused(lambda: rpc.rpc_sync("w1", lambda: None))
+    assert "sent by value" in by_value
+    assert "call a function of a module that calls it, and expose that one" in by_value
     net = rpc.remote("w1", Net)
     assert f'"{HELPERS}:Net.apply"' in refused(lambda: net.rpc_sync().apply())
 

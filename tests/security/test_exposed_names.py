@@ -1,12 +1,13 @@
 """Tests of the arguments of `rpc.expose`, and of what its patterns match."""
 
 import functools
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from trust_helpers import double
+from trust_helpers import Net, double
 
 from telegrad import rpc
 from telegrad.worker.serving.exposure import ExposedNames
@@ -47,3 +48,34 @@ def test_wildcards_match_neither_dots_nor_underscores() -> None:
 def test_a_wrong_option() -> None:
     with pytest.raises(ValueError, match="expose has to be all or listed"):
         rpc.Options(expose="some")
+
+
+def test_a_name_also_exposes_the_place_of_definition() -> None:
+    names = ExposedNames()
+    names.add("torch.nn", "Linear")
+    assert names.has_name(("torch.nn.modules.linear", "Linear"))
+    for path in ("Bilinear", "Linear.forward", "Linear.*"):
+        assert not names.has_name(("torch.nn.modules.linear", path))
+    names.remove("torch.nn", "Linear")
+    assert not names.has_name(("torch.nn.modules.linear", "Linear"))
+    names.add("torch.nn", "Linear.forward")
+    assert names.has_name(("torch.nn.modules.linear", "Linear.forward"))
+    assert not names.has_name(("torch.nn.modules.linear", "Linear"))
+
+
+def test_names_that_expose_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "borrowed", Net.forward, raising=False)
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    names = ExposedNames()
+    for name in ("borrowed", "Net.apply", "missing", "double.missing", "Plain.forward"):  # `apply` is inherited
+        names.add(__name__, name)
+    names.add("colorsys", "rgb_to_hsv")
+    assert names._places == set()
+    assert "colorsys" not in sys.modules
+
+
+class Plain(Net):
+    """Class that is defined in this module: its name is its place."""
+
+    def forward(self, x: Any) -> Any:
+        return x

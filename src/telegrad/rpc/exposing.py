@@ -32,7 +32,8 @@ def expose(target: Any, /) -> Any:
 
     In a name, a wildcard stands for part of one component between dots that does not begin with an underscore.
     A pattern exposes what the module or class defines, and nothing that it has imported or inherited. A name without
-    wildcards exposes whatever it refers to.
+    wildcards exposes whatever it refers to. If its module has imported the function or class, and is imported already,
+    the name exposes the place of definition as well: callers send that one.
 
     The list alone does not stop members that attack: the arguments of an exposed function may be pickles, which can run
     any code. Add the option ``allow_pickle=False``.

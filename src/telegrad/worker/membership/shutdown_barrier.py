@@ -177,6 +177,7 @@ class _Host(Protocol):
     store: Any
     membership: Any
     closed: bool
+    fenced: str
     passive_work: list[Callable[[], set[object]]]
 
     def ensure_connected(self, peers: Iterable[int]) -> None: ...
@@ -252,13 +253,15 @@ class GracefulShutdown:
 
         Raises:
             ShutdownTimeout: A worker did not shut down in time, or stopped waiting and left.
+            NotInitialized: The group has gone on without this worker, or another thread has closed it.
         """
         worker, members = self._worker, self._worker.members
         self.is_leaving = last
         budget = SharedDeadline(timeout)
         end = self._stages[last].run(timeout, last)
         if worker.closed:
-            raise NotInitialized(f"{NotInitialized.CALL} (Another thread has shut down the worker in the meantime.)")
+            why = worker.fenced or "Another thread has shut down the worker in the meantime."
+            raise NotInitialized(f"{NotInitialized.CALL} ({why})")
         if isinstance(end, GaveUp):
             if worker.membership is not None:
                 rendezvous.mark_abandoned(worker.membership.log.store, self._store_timeout(budget))

@@ -8,6 +8,7 @@ class of its receiver, which the body names.
 The names of the program belong to the process, because decorators add them before there is a worker.
 """
 
+import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial
@@ -26,6 +27,11 @@ __all__ = ["ALLOW_ALL", "AllowAll", "AllowList", "ExposedNames", "exposed"]
 Path: TypeAlias = tuple[str, str]
 """Module and dotted name."""
 
+_BY_VALUE = (
+    "Lambdas, closures, partial objects and callable objects such as numpy.mean have no name that could be exposed:"
+    " call a function of a module that calls it, and expose that one."
+)
+
 _TYPE: Path = ("builtins", "type")
 
 
@@ -38,23 +44,28 @@ class ExposedNames:
 
     def __init__(self) -> None:
         self._names: set[Path] = set()
+        self._places: set[Path] = set()  # of definition, of what names refer to: calls are sent by these
         self._patterns: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
 
     def add(self, module: str, path: str) -> None:
         """Expose a name, or a pattern if it has wildcards."""
         if any(wildcard in module + path for wildcard in "*?["):
             self._patterns.add((tuple(module.split(".")), tuple(path.split("."))))
-        else:
-            self._names.add((module, path))
+            return
+        self._names.add((module, path))
+        if (place := _place_of(module, path)) is not None:
+            self._places.add(place)
 
     def remove(self, module: str, path: str) -> None:
         """Remove what `add` has added."""
         self._names.discard((module, path))
+        if (place := _place_of(module, path)) is not None:
+            self._places.discard(place)
         self._patterns.discard((tuple(module.split(".")), tuple(path.split("."))))
 
     def has_name(self, path: Path) -> bool:
-        """Return whether a name was exposed as it is."""
-        return path in self._names
+        """Return whether a name was exposed, as it is or by another name."""
+        return path in self._names or path in self._places
 
     def has_pattern(self, path: Path) -> bool:
         """Return whether a pattern matches a name."""
@@ -69,6 +80,28 @@ class ExposedNames:
         return any(path.rpartition(".")[2] == name for _, path in names) or any(
             _matches([name], parts[-1:]) for _, parts in patterns
         )
+
+
+def _place_of(module: str, path: str) -> Path | None:
+    """Return another place, at which the object of a name is defined, or None.
+
+    Imports nothing. A function that a class defines has none: its place would expose a method of all subclasses.
+    """
+    *owners, name = path.split(".")
+    home: object = sys.modules.get(module)
+    try:
+        for each in owners:
+            home = vars(home)[each]
+        target = vars(home)[name]
+        if isinstance(home, type):
+            outer = path_of(home)
+            place = outer[0], f"{outer[1]}.{name}"
+        else:
+            place = path_of(target)
+    except (KeyError, TypeError, NotByName):  # not imported, inherited, or without a name
+        return None
+    is_method = "." in place[1] and not isinstance(home, type) and not isinstance(target, type)
+    return None if place == (module, path) or is_method else place
 
 
 def _matches(parts: list[str], patterns: tuple[str, ...]) -> bool:
@@ -125,7 +158,7 @@ class AllowList:
             NotExposed: The function is not exposed, or no method of this name is.
         """
         if text is None:
-            raise NotExposed(self._worker, "a function sent by value", "Call a function that can be found by its name.")
+            raise NotExposed(self._worker, "a function sent by value", _BY_VALUE)
         path = parts_of(text)
         if not path[0]:
             if not self._names.may_have_method(path[1]):
