@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -72,3 +74,14 @@ def test_unknown_worker_names_the_caller_and_the_group() -> None:
 def test_lost_owner_is_a_lost_worker() -> None:
     assert isinstance(errors.OwnerLost("w1", "killed"), errors.WorkerLost)
     assert "was lost with its owner, worker w1" in str(errors.OwnerLost("w1", "killed"))
+
+
+def test_texts_of_not_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(errors.NotInitialized()).endswith("Call telegrad.rpc.init_rpc first.")
+    closed = str(errors.NotInitialized.closed("f on w1 was pending"))
+    assert (
+        closed
+        == "This RPC worker has shut down. Call telegrad.rpc.init_rpc to join a group again. (f on w1 was pending)"
+    )
+    monkeypatch.setitem(sys.modules, "torch.distributed.rpc", ModuleType("telegrad.compat.rpc"))
+    assert str(errors.NotInitialized()) == str(errors.NotInitialized.closed()) == errors.NotInitialized.CALL

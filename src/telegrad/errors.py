@@ -84,11 +84,28 @@ class NotInitialized(TelegradError):
             print("call init_rpc first")
     """
 
-    CALL = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+    CALL = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."  # torch's text
     AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 
-    def __init__(self, message: str = CALL) -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "") -> None:
+        super().__init__(
+            message or _for_drop_in("RPC has not been initialized, or has shut down. Call telegrad.rpc.init_rpc first.")
+        )
+
+    @classmethod
+    def closed(cls, why: str = "") -> Self:
+        """Return the error of a use of a worker that has shut down.
+
+        Args:
+            why: The use, or the reason of the shutdown.
+        """
+        text = _for_drop_in("This RPC worker has shut down. Call telegrad.rpc.init_rpc to join a group again.")
+        return cls(f"{text} ({why})" if why else text)
+
+
+def _for_drop_in(text: str) -> str:
+    """Return torch's text of NotInitialized under the drop-in, otherwise the other one."""
+    return NotInitialized.CALL if is_drop_in() else text
 
 
 class UnknownWorker(TelegradError):
@@ -120,7 +137,8 @@ class UnknownWorker(TelegradError):
 
 _REMEDY_BY_STATE: Final = {
     "waiting": "Start the callee earlier, or raise connect_timeout or request_window_bytes in the options.",
-    "queued": "Raise num_worker_threads of the callee, or pass a larger timeout= (0 means no limit).",
+    "queued": "Raise num_worker_threads of the callee, or pass a larger timeout= (0 means no limit). A use of a"
+    " reference also waits here until its value has been created.",
     "reply lost": "Pass a larger timeout= (0 means no limit), or check the network.",
     "unknown": "Check whether the callee's process is stopped.",
 }
@@ -133,8 +151,9 @@ class RpcTimeout(TelegradError, TimeoutError):
         timeout: The timeout in seconds.
         call: Function and callee, for example ``"torch.add on ps0"``.
         state: How far the call had come: ``"waiting"`` (not sent: no connection, or too many requests at the callee),
-            ``"queued"`` (never ran), ``"running"`` (still runs, and has been notified), ``"reply lost"`` (ran),
-            ``"intercepted"`` (an interceptor's own future was not done), ``"unknown"``; or another operation's text.
+            ``"queued"`` (never ran; it may have waited for the value of a reference), ``"running"`` (still runs, and
+            has been notified), ``"reply lost"`` (ran), ``"intercepted"`` (an interceptor's own future was not done),
+            ``"unknown"``; or another operation's text.
         remedy: What the user can do; by default, what helps in this state.
 
     Example::

@@ -18,7 +18,7 @@ from telegrad.errors import NotInitialized, SerializationError, TelegradError, U
 from telegrad.rpc import Options, Worker, WorkerInfo
 from telegrad.testing import Cluster, Gate, cluster
 
-NOT_INITIALIZED = r"RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+NOT_INITIALIZED = r"RPC has not been initialized, or has shut down. Call telegrad.rpc.init_rpc first."
 FAR = 30.0  # s; a test that takes as long has failed
 
 
@@ -380,7 +380,7 @@ def test_worker_object_after_its_shutdown() -> None:
     worker.shutdown()  # any number of times
     worker.shutdown(graceful=False)
     for use in (worker.rpc_sync, worker.rpc_async, worker.remote):
-        with pytest.raises(NotInitialized, match=NOT_INITIALIZED):
+        with pytest.raises(NotInitialized, match=r"has shut down\. Call telegrad\.rpc\.init_rpc"):
             use("alone", abs, (-1,))
     with pytest.raises(NotInitialized):
         worker.rref(1)

@@ -1,6 +1,8 @@
 """Attributes of proxies, and the representation of references."""
 
 import asyncio
+import copy
+import pickle
 import sys
 import types
 from collections.abc import Callable
@@ -11,7 +13,8 @@ import torch
 from rref_helpers import Gate, make_when_open
 
 from telegrad import rpc
-from telegrad.errors import OwnerLost, RemoteError, WorkerLost
+from telegrad.errors import OwnerLost, RemoteError, RpcTimeout, RRefError, SerializationError, WorkerLost
+from telegrad.rref.proxy import RRefProxy
 from telegrad.testing import Cluster, cluster
 
 pytestmark = pytest.mark.usefixtures("w")
@@ -178,3 +181,33 @@ def first_use_after_death(w: Cluster, use: str, monkeypatch: pytest.MonkeyPatch)
 
 async def awaited(rref: Any) -> Any:
     return await rref
+
+
+@pytest.mark.parametrize("kind", ["rpc_sync", "rpc_async", "remote", "stream"])
+def test_a_proxy_cannot_be_sent(w: Cluster, kind: str) -> None:
+    proxy = getattr(w[0].remote("w1", Model), kind)()
+    for use in (lambda: w[0].rpc_sync("w1", id, (proxy,)), lambda: copy.copy(proxy), lambda: pickle.dumps(proxy)):
+        with pytest.raises(SerializationError, match=r"cannot be sent, copied or pickled\. Send the RRef"):
+            use()
+
+
+def test_a_proxy_without_a_reference_has_no_attributes() -> None:
+    proxy: Any = RRefProxy.__new__(RRefProxy)
+    with pytest.raises(AttributeError, match="_rref"):
+        proxy.anything  # noqa: B018
+
+
+def test_timeout_while_the_value_is_created(w: Cluster) -> None:
+    gate = Gate()
+    rref = w[0].remote("w1", make_when_open, ("later", gate))
+    for use in (lambda: rref.to_here(0.05), lambda: rref.rpc_async(0.05).double(1).wait()):
+        with pytest.raises(RpcTimeout, match=r"queued.*until its value has been created"):
+            use()
+    gate.open()
+    rref.to_here()
+
+
+def test_a_reference_of_another_worker_of_the_group(w: Cluster) -> None:
+    rref = w[1].rref(5)
+    with pytest.raises(RRefError, match=r"belongs to worker w1, and cannot be sent in calls of worker w0"):
+        w[0].rpc_sync("w1", id, (rref,))

@@ -32,6 +32,7 @@ def register_service(name: str, value: object) -> None:
         value: a value, which this worker then owns, or an `RRef` to a value of any worker.
 
     Raises:
+        TypeError: the name is no string.
         RuntimeError: a live worker has registered the name, this process is not in a group (`NotInitialized`), or the
             store of the group is gone.
 
@@ -40,6 +41,8 @@ def register_service(name: str, value: object) -> None:
         rpc.register_service("scores", {"best": 0.5})
         print(rpc.get_service("scores").to_here())  # {'best': 0.5}
     """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a service is a string, but got {name!r}")
     worker = open_worker()
     service = membership_of(worker)
     mine = sealed([name, worker.info.name, worker.info.id, worker.incarnation], worker.group)

@@ -7,7 +7,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from telegrad.errors import TelegradError, is_drop_in
+from telegrad.errors import SerializationError, TelegradError, is_drop_in
 from telegrad.rref.description import known_class
 from telegrad.rref.handle import AnyHandle
 from telegrad.rref.value_type import UNSET, method_type
@@ -52,7 +52,8 @@ class RRefProxy(Generic[R_co]):
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., R_co]:
-        if name == "__dict__":  # read by Dynamo; the proxy has none
+        # "__dict__" is read by Dynamo; the slots are missing if the constructor has not run.
+        if name == "__dict__" or name in RRefProxy.__slots__:
             raise AttributeError(name)
         rref = self._rref
         creation = rref._creation
@@ -69,6 +70,11 @@ class RRefProxy(Generic[R_co]):
         if kind is None:
             return list(super().__dir__())
         return [name for name in dir(kind) if callable(getattr(kind, name, None))]
+
+    def __reduce__(self) -> NoReturn:
+        raise SerializationError(
+            f"{self!r} cannot be sent, copied or pickled. Send the RRef, and use its proxy where it arrives."
+        )
 
     def __repr__(self) -> str:
         return f"<methods of {self._rref!r}, by {self._kind}>"

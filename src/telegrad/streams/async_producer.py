@@ -128,7 +128,9 @@ class AsyncProducer:
         except asyncio.CancelledError as e:
             if not self._is_closing:
                 error = (
-                    NotInitialized() if self._scope.worker.closed else RuntimeError(f"the stream was stopped: {e!r}")
+                    NotInitialized.closed()
+                    if self._scope.worker.closed
+                    else RuntimeError(f"the stream was stopped: {e!r}")
                 )
         except BaseException as e:  # SystemExit too: the caller gets it
             error = e

@@ -242,7 +242,7 @@ class Receiver:
             if state == ENDED:
                 self._has_ended = True
             elif state == CLOSED:  # by this reader, or by the callee
-                self._fail(NotInitialized() if self.worker.closed else StreamError(closed_at_callee(self)))
+                self._fail(NotInitialized.closed() if self.worker.closed else StreamError(closed_at_callee(self)))
             if items and not self._is_closed:
                 self._ready.append(following)
                 self._bytes += size

@@ -138,7 +138,7 @@ class Streams:
     def close(self) -> None:
         """Close all streams; generators run their ``finally`` blocks in this thread."""
         for receiver in list(self.receivers.values()):
-            receiver.stop(NotInitialized())
+            receiver.stop(NotInitialized.closed())
         for producer in list(self.producers.values()):
             producer.close()
 

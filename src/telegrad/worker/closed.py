@@ -40,7 +40,7 @@ class ClosedEngine:
 
     def __init__(self, engine: _core.Engine | None, why: str = "") -> None:
         self.is_inherited: bool = engine is None  # no thread of this process completes the calls
-        self._why = f"{NotInitialized.CALL} ({why})" if why else NotInitialized.CALL
+        self._why = why
         self._stats: dict[str, object] = dict.fromkeys((*_PENDING, *_TOTALS, *_MEMORY), 0)
         self._memory: _core.Memory | None = None  # received messages may still be in use
         if engine is not None:
@@ -51,7 +51,9 @@ class ClosedEngine:
     # ---- methods that raise
 
     def _raise_closed(self, *_: object, **__: object) -> NoReturn:
-        raise NotInitialized(self._why)
+        if self.is_inherited:
+            raise NotInitialized
+        raise NotInitialized.closed(self._why)
 
     call: Callable[..., NoReturn] = _raise_closed
     start: Callable[..., NoReturn] = _raise_closed

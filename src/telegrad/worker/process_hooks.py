@@ -12,6 +12,7 @@ import traceback
 import weakref
 from typing import Any, NoReturn
 
+from telegrad.errors import NotInitialized, RRefDeleted
 from telegrad.group.unix_store import close_servers
 from telegrad.worker.unread_failures import discard_unread, log_unread
 
@@ -51,6 +52,7 @@ def _close_at_exit() -> None:
     crashes the process.
     """
     waited = any(worker.busy for worker in live_workers)
+    _silence_stopped_threads()
     close_all()
     until = time.monotonic() + (_GRACE if waited else 0.0)
     for thread in threading.enumerate() if waited else ():
@@ -60,6 +62,18 @@ def _close_at_exit() -> None:
     with contextlib.suppress(KeyboardInterrupt):
         close_servers(_STORE_GRACE)
     log_unread()
+
+
+def _silence_stopped_threads() -> None:
+    """Print nothing for daemon threads that end because the exit has closed their worker."""
+    report = threading.excepthook
+
+    def report_others(failed: threading.ExceptHookArgs) -> None:
+        is_stopped = isinstance(failed.exc_value, NotInitialized | RRefDeleted)
+        if not (is_stopped and failed.thread is not None and failed.thread.daemon):
+            report(failed)
+
+    threading.excepthook = report_others
 
 
 # Handlers run in reverse order, so handlers that the program registers later can still use the worker.

@@ -281,8 +281,8 @@ class Worker(MemberChanges):
         holder: Worker = handle.worker
         if holder is not self:
             raise RRefError(
-                f"{handle!r} belongs to another group, that of worker {holder.info.name}; it cannot be sent in"
-                f" calls of worker {self.info.name}. Send its value instead."
+                f"{handle!r} belongs to worker {holder.info.name}, and cannot be sent in calls of worker"
+                f" {self.info.name}. Call with worker {holder.info.name}, or send the value instead."
             )
         handle._mark_used()
         return self.references.share(handle.id, handle.owner_id, peer, epoch)
@@ -421,5 +421,7 @@ class Worker(MemberChanges):
 
     def require_open(self) -> None:
         """Raise NotInitialized after `close`."""
+        if isinstance(self.engine, ClosedEngine):
+            self.engine.wait()
         if self.closed:
-            raise NotInitialized(f"{NotInitialized.CALL} ({self.fenced})" if self.fenced else NotInitialized.CALL)
+            raise NotInitialized.closed(self.fenced)

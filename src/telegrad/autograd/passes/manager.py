@@ -362,7 +362,7 @@ class BackwardManager:
     def close(self) -> None:
         """End the waits of all roots: the worker is closed."""
         for task in list(self._roots):
-            error = NotInitialized(f"{NotInitialized.CALL} (A backward pass was under way when it shut down.)")
+            error = NotInitialized.closed("A backward pass was under way when it shut down.")
             task.result.set(error)
 
 

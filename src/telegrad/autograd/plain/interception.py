@@ -81,7 +81,7 @@ class PlainEngine(_Engine):
         if create_graph:
             raise RuntimeError(CREATE_GRAPH.format(_senders(tensors)))
         if context.backward is None or context.ended:
-            raise NotInitialized(f"{NotInitialized.CALL} (The roots depend on tensors that it has received.)")
+            raise NotInitialized.closed("The roots depend on tensors that it has received.")
         wanted = Wanted(inputs) if inputs else None
         if wanted is not None and accumulate_grad and not wanted.has_only_leaves:
             raise RuntimeError(NOT_A_LEAF)

@@ -322,7 +322,7 @@ class Calls:
             raise Cancelled(call_text)
         if status == Status.STOPPED:
             why = f"{call_text} was pending when this worker shut down. {self.fenced}".rstrip()
-            raise NotInitialized(f"{NotInitialized.CALL} ({why})")
+            raise NotInitialized.closed(why)
         if status in (Status.TOO_LARGE, Status.OVERLOADED):
             raise not_sent(status, call_text, why)
         lost = WorkerLost(self.name_of(peer), why or "no connection", self._incarnation_of(peer))

@@ -95,7 +95,7 @@ class PendingWork:
 
     def close(self) -> None:
         """End the work because its worker has closed."""
-        self.end(NotInitialized(f"{NotInitialized.CALL} ({self.call} was pending when this worker shut down.)"))
+        self.end(NotInitialized.closed(f"{self.call} was pending when this worker shut down."))
 
     def succeed(self, value: object) -> bool:
         """Complete the future with a value; False if it has been completed."""

@@ -260,8 +260,7 @@ class GracefulShutdown:
         budget = SharedDeadline(timeout)
         end = self._stages[last].run(timeout, last)
         if worker.closed:
-            why = worker.fenced or "Another thread has shut down the worker in the meantime."
-            raise NotInitialized(f"{NotInitialized.CALL} ({why})")
+            raise NotInitialized.closed(worker.fenced or "Another thread has shut down the worker in the meantime.")
         if isinstance(end, GaveUp):
             if worker.membership is not None:
                 rendezvous.mark_abandoned(worker.membership.log.store, self._store_timeout(budget))
