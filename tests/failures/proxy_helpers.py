@@ -14,7 +14,7 @@ _HARD = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
 
 
 class Flow:
-    """One direction of a connection through the proxy.
+    """Direction of a connection through the proxy.
 
     Nothing blocks: while an end of one connection reads nothing, the others go on, as they do in a network.
     """
