@@ -104,7 +104,7 @@ class NotInitialized(TelegradError):
 
 
 def _for_drop_in(text: str) -> str:
-    """Return torch's text of NotInitialized under the drop-in, otherwise the other one."""
+    """Return a text of NotInitialized; under the drop-in, torch's."""
     return NotInitialized.CALL if is_drop_in() else text
 
 

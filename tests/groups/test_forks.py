@@ -166,7 +166,7 @@ def count_later() -> Iterator[int]:
 
 
 def await_in_child(to: str) -> list[Any]:
-    """Wait for pending work of the parent in a child, whose threads cannot complete it."""
+    """Wait in a child for pending work of the parent, which no thread completes."""
     state["streams"] = [rpc.stream(to, count_later) for _ in range(2)]
     state["future"] = rpc.rpc_async(to, time.sleep, (2,))
     with multiprocessing.get_context("fork").Pool(1) as pool:

@@ -165,10 +165,10 @@ def _dumped(parts: object, omitted: list[str] | None = None) -> bytes:
 
 
 def _kept(state: tuple[object, ...], omitted: list[str]) -> tuple[object, ...]:
-    """Return the state in a result of `__reduce_ex__` without the attributes that cannot be pickled.
+    """Return a state without the attributes that cannot be pickled.
 
     Args:
-        state: Has one item, or none.
+        state: What follows the arguments in a result of `__reduce_ex__`: one item, or none.
         omitted: Gets their names.
     """
     if not state or not isinstance(state[0], dict):

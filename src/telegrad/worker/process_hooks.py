@@ -65,7 +65,7 @@ def _close_at_exit() -> None:
 
 
 def _silence_stopped_threads() -> None:
-    """Print nothing for daemon threads that end because the exit has closed their worker."""
+    """Print nothing for daemon threads that end with their closed worker."""
     report = threading.excepthook
 
     def report_others(failed: threading.ExceptHookArgs) -> None:

@@ -239,7 +239,7 @@ class CallFuture(torch.futures.Future[T]):
         self.cancel()
 
     def _require_parent(self) -> None:
-        """Raise NotInitialized in a forked child, where no thread completes the calls of its parent."""
+        """Raise NotInitialized in a forked child: no thread completes the call."""
         calls = getattr(self, "_calls", None) or self._parent_calls
         client = None if calls is None else calls.client
         if isinstance(client, ClosedEngine) and client.is_inherited:
