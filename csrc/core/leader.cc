@@ -214,7 +214,7 @@ WaitEnd Leader::wait_for(Lock& lock, WaitFor what, Waiter& w, const std::functio
       if (!found && interrupted) {
         leading = false;  // `interrupted` waits for the GIL, which user code may hold for long
         resign(false);
-        if (parts_.queue.has_requests()) parts_.queue.wake_for_work();
+        if (finished || parts_.queue.has_requests()) parts_.queue.wake_for_work();
         lock.unlock();
         const bool stop = interrupted();
         lock.lock();

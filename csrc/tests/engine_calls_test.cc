@@ -84,6 +84,42 @@ CASE_ON_EVERY_SCHEME(the_pool_gets_polled_completions_that_no_thread_waits_for) 
   if (a.engine->wait(last, kNever, {}, o) == WaitEnd::kDone) CHECK_EQ(body_of(o), "x");
 }
 
+/// The pool runs a completion although a caller leads that checks for signals, and whose own reply does not arrive.
+CASE_ON_EVERY_SCHEME(a_completion_does_not_wait_for_the_reply_of_a_caller_that_leads) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  std::vector<WorkItem> kept;
+  Counter arrived;
+  b.on_custom = [&](WorkItem& item) {
+    CHECK(!b.engine->detach(item.connection, item.message.header.call_id, false));
+    std::lock_guard lock(b.mutex);
+    kept.push_back(std::move(item));
+    arrived.add();
+  };
+  for (const int target : {0, 1}) a.start(1, target, {.tag = kCustom});
+  arrived.wait_for(2);
+  Counter checks;
+  std::thread caller([&] {
+    Completion completion;
+    const auto interrupted = [&] {
+      checks.add();
+      return false;
+    };
+    Request held{.tag = kHold, .body = "x"};
+    const std::uint64_t id = a.engine->start(1, compose(held), {});
+    CHECK(a.engine->wait(id, kNever, interrupted, completion) == WaitEnd::kDone);
+    CHECK_EQ(body_of(completion), "x");
+  });
+  checks.wait_for(1);
+  b.answer(kept[0], std::string(100 << 10, 'x'));
+  a.completion_count.wait_for(1);
+  b.answer(kept[1], "y");
+  a.completion_count.wait_for(2);
+  CHECK(checks.value() < 1000);  // the caller sleeps
+  b.release.set();
+  caller.join();
+}
+
 CASE_ON_EVERY_SCHEME(callers_take_deferred_completions) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
