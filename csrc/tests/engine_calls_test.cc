@@ -84,7 +84,7 @@ CASE_ON_EVERY_SCHEME(the_pool_gets_polled_completions_that_no_thread_waits_for) 
   if (a.engine->wait(last, kNever, {}, o) == WaitEnd::kDone) CHECK_EQ(body_of(o), "x");
 }
 
-/// The pool runs a completion although a caller leads that checks for signals, and whose own reply does not arrive.
+/// The pool runs a completion although a caller leads that checks for signals, and waits for another reply.
 CASE_ON_EVERY_SCHEME(a_completion_does_not_wait_for_the_reply_of_a_caller_that_leads) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
