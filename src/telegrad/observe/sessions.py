@@ -61,6 +61,8 @@ class Session:
         self.spans: list[SessionSpan] = []  # spans that have ended
         self.more: list[Event] = []  # events of no single call: backward passes and unprofiled threads
         self.closed: bool = False
+        self._open: set[SessionSpan] = set()  # spans that another thread may end
+        self._open_lock = threading.Lock()
         self._started = before, time.time_ns()
 
     def called_by(self, node: int, name_of: Callable[[int], str]) -> None:
@@ -69,12 +71,29 @@ class Session:
         self._name_of = name_of
 
     def close(self) -> None:
-        """Mark the profiler as ended.
+        """Mark the profiler as about to end.
 
-        It may outlive its worker, so it releases the worker.
+        It may outlive its worker, so it releases the worker. The records of calls that are under way end now: torch
+        would write the end of a later one to memory that it has freed.
         """
-        self.closed = True
+        with self._open_lock:
+            self.closed = True
+            for span in self._open:
+                span.end_record()
+            self._open.clear()
         self._name_of = str
+
+    def began(self, span: SessionSpan) -> None:
+        """Add a call that any thread may end."""
+        with self._open_lock:
+            self._open.add(span)
+
+    def end_record(self, span: SessionSpan) -> None:
+        """End the record of such a call, unless the profiler has ended."""
+        with self._open_lock:
+            if span in self._open:
+                self._open.remove(span)
+                span.end_record()
 
     def took(self, span: SessionSpan, received: int, replied: int, events: list[Event]) -> None:
         """Add a callee's report, unless the profiler has ended."""

@@ -129,6 +129,7 @@ class SessionSpan(Span):
         if mode not in _MODES_IN_ORDER:
             self._done = torch.futures.Future()
             self._record._call_end_callbacks_on_future(self._done)
+            session.began(self)
 
     def _take(self, received: int, replied: int, events: list[Event]) -> None:
         self._session.took(self, received, replied, events)
@@ -137,5 +138,10 @@ class SessionSpan(Span):
         if self._done is None:
             self._record.__exit__(None, None, None)
         else:
-            self._done.set_result(None)  # ends the record in the profiler's state, on any thread
+            self._session.end_record(self)
         self._session.ended(self)
+
+    def end_record(self) -> None:
+        """End the record of a call that any thread may end; the session calls this once, before the profiler ends."""
+        if self._done is not None:
+            self._done.set_result(None)  # in the profiler's state
