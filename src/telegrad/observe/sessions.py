@@ -71,7 +71,7 @@ class Session:
         self._name_of = name_of
 
     def close(self) -> None:
-        """Mark the profiler as about to end.
+        """Mark the profiler as ended.
 
         It may outlive its worker, so it releases the worker. The records of calls that are under way end now: torch
         would write the end of a later one to memory that it has freed.
@@ -89,7 +89,7 @@ class Session:
             self._open.add(span)
 
     def end_record(self, span: SessionSpan) -> None:
-        """End the record of such a call, unless the profiler has ended."""
+        """End the record of a call, unless the profiler has ended."""
         with self._open_lock:
             if span in self._open:
                 self._open.remove(span)

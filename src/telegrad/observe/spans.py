@@ -142,6 +142,6 @@ class SessionSpan(Span):
         self._session.ended(self)
 
     def end_record(self) -> None:
-        """End the record of a call that any thread may end; the session calls this once, before the profiler ends."""
+        """End the record of a call that any thread may end, once, while the profiler runs."""
         if self._done is not None:
             self._done.set_result(None)  # in the profiler's state
