@@ -11,6 +11,7 @@ from torch.autograd import profiler_legacy
 
 from telegrad import observe, rpc
 from telegrad.errors import NotInitialized
+from telegrad.observe.hooks import session_of
 from telegrad.testing import Cluster, Gate, run_all
 from telegrad.worker.calls import tracing
 
@@ -134,9 +135,16 @@ def test_a_timed_out_call_is_shown_and_its_late_report_is_dropped(profile: Any) 
 
 
 def test_a_call_that_outlives_the_profiler_completes(profile: Any) -> None:
+    """The record of the call ends before the profiler does."""
     gate = Gate()
     with profile() as prof:
         future = rpc.rpc_async("w1", gate.enter)
+        session = session_of(prof)
+        assert session is not None
+        (span,) = session._open
+    assert span._done is not None
+    assert span._done.done()
+    assert len([event for event in events(prof) if event.name.startswith("rpc_async#")]) == 1
     gate.open()
     future.wait()
     assert not observe.remote_calls(prof)

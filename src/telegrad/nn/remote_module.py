@@ -11,6 +11,7 @@ from telegrad import rpc
 from telegrad.nn import owner
 from telegrad.nn.method_names import class_made_by, method_names
 from telegrad.nn.module_method import ModuleMethod, forward_method, needs_moves
+from telegrad.nn.no_own_parameters import NoOwnParameters
 from telegrad.nn.owner import AttributeInfo
 from telegrad.nn.placement import placement_of
 from telegrad.rpc.calls import Args, Kwargs
@@ -47,7 +48,7 @@ def refuse(name: str, why: str = "") -> NoReturn:
     raise ValueError(_REFUSED.format(name) + (_INSTEAD.get(name) or (f". {why}" if why else "")))
 
 
-class RemoteModule(nn.Module):
+class RemoteModule(NoOwnParameters):
     """Module that is created, resides and runs on another worker.
 
     Locally it is an ``nn.Module`` without its own parameters, which can be part of a larger module. Calling it runs the
@@ -242,34 +243,8 @@ class RemoteModule(nn.Module):
         made.module_rref, made._remote_methods = self._sync(owner.submodule_of, target)
         return made
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Raise `ValueError`: the parameters are on another worker.
-
-        With ``recurse=False`` there are none, so that a containing module can collect its own.
-        """
-        return self._nothing("parameters", recurse)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Raise `ValueError` as `parameters` does."""
-        return self._nothing("named_parameters", recurse)
-
-    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """Raise `ValueError` as `parameters` does."""
-        return self._nothing("buffers", recurse)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Raise `ValueError` as `parameters` does."""
-        return self._nothing("named_buffers", recurse)
-
-    @staticmethod
-    def _nothing(name: str, recurse: bool) -> Iterator[Any]:
-        if recurse:
-            refuse(name, "``remote_parameters`` gives references, ``state_dict`` copies.")
-        return iter(())
+    def _refuse_own(self, name: str) -> NoReturn:
+        refuse(name, "``remote_parameters`` gives references, ``state_dict`` copies.")
 
     def children(self) -> Iterator[nn.Module]:
         """Raise `ValueError`: the submodules are on another worker."""

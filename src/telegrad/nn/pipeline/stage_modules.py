@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from telegrad.nn.no_own_parameters import NoOwnParameters
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.rref import RRef
 
@@ -21,7 +22,7 @@ def _refuse(name: str, why: str) -> NoReturn:
     raise ValueError(f"Method ``{name}`` not supported for Pipeline. {why}")
 
 
-class StageModules(nn.Module):
+class StageModules(NoOwnParameters):
     """Remote modules, changed one after the other while no step is running.
 
     Args:
@@ -72,34 +73,8 @@ class StageModules(nn.Module):
         """
         return [rref for module in self._modules_of_stages() for rref in module.remote_parameters()]
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Raise `ValueError`: the parameters are on other workers.
-
-        With ``recurse=False`` there are none, so that a containing module can collect its own.
-        """
-        return self._nothing("parameters", recurse)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Raise `ValueError` as `parameters` does."""
-        return self._nothing("named_parameters", recurse)
-
-    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """Raise `ValueError` as `parameters` does."""
-        return self._nothing("buffers", recurse)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Raise `ValueError` as `parameters` does."""
-        return self._nothing("named_buffers", recurse)
-
-    @staticmethod
-    def _nothing(name: str, recurse: bool) -> Iterator[Any]:
-        if recurse:
-            _refuse(name, _REFERENCES)
-        return iter(())
+    def _refuse_own(self, name: str) -> NoReturn:
+        _refuse(name, _REFERENCES)
 
     # ---- changes of all stages
 
