@@ -1,13 +1,15 @@
-"""Threads that end with their test, and records of chunks."""
+"""Threads that end with their test, records of chunks, and checks of interceptors."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from map_helpers import mapping
 
 from telegrad.rpc import chunks
+from telegrad.testing import Cluster
+from telegrad.worker.calls import interceptors
 
 
 @pytest.fixture
@@ -41,3 +43,12 @@ def chunk_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(chunks, "run_chunk", run_chunk)
     monkeypatch.setattr(mapping, "run_chunk", run_chunk)
     return sizes
+
+
+@pytest.fixture
+def no_interceptors_left(two: Cluster) -> Iterator[None]:
+    """Check that a test has removed its interceptors."""
+    yield
+    assert not interceptors.active
+    for worker in two:
+        assert not worker._worker.handlers.interceptors.chain

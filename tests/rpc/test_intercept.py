@@ -17,7 +17,7 @@ from telegrad.rpc.functions import async_execution
 from telegrad.testing import Cluster, Gate, assert_quiescent, cluster
 from telegrad.worker.calls import interceptors
 
-pytestmark = [pytest.mark.usefixtures("clean")]
+pytestmark = pytest.mark.usefixtures("no_interceptors_left", "clean")
 
 
 def add(x: Any, y: Any = 1) -> Any:
@@ -73,14 +73,6 @@ def seen() -> Iterator[Seen]:
     calls = Seen()
     yield calls
     calls.clear()  # they have references
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(two: Cluster) -> Iterator[None]:
-    yield
-    assert not interceptors.active
-    for worker in two:
-        assert not worker._worker.handlers.interceptors.chain
 
 
 def call(how: str, function: Any, *args: Any) -> Any:

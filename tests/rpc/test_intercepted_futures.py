@@ -1,7 +1,6 @@
 """Futures of torch as results, and errors of handlers that pass through `then`."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ from telegrad import rpc
 from telegrad.errors import RemoteError
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import Cluster
-from telegrad.worker.calls import interceptors
 
-pytestmark = [pytest.mark.usefixtures("clean", "quiet")]
+pytestmark = pytest.mark.usefixtures("no_interceptors_left", "clean", "quiet")
 
 
 def add(x: int) -> int:
@@ -58,14 +56,6 @@ def fail_by_late_future(text: str) -> Any:
     future: torch.futures.Future[None] = torch.futures.Future()
     rpc.rpc_async("w0", add, (1,)).add_done_callback(lambda _: future.set_exception(KeyError(text)))
     return future
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(two: Cluster) -> Iterator[None]:
-    yield
-    assert not interceptors.active
-    for worker in two:
-        assert not worker._worker.handlers.interceptors.chain
 
 
 FUNCTIONS = pytest.mark.parametrize("function", [after_torch_future, after_all], ids=["future.then", "collect_all"])
