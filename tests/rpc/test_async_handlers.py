@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from telegrad import rpc
 from telegrad.errors import Cancelled, RpcTimeout
 from telegrad.testing import Cluster, Gate, Local, cluster, eventually
+from telegrad.worker import current
 
 pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
 
@@ -63,6 +65,46 @@ class Owned:
     @classmethod
     async def named(cls) -> str:
         return cls.__name__
+
+
+class Batcher:
+    """Serves requests in a task that the first one starts."""
+
+    def __init__(self) -> None:
+        self._requests: asyncio.Queue[asyncio.Future[float]] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def ask(self) -> float:
+        """Return the seconds that a call made by the task has left."""
+        if self._requests is None:
+            self._requests = asyncio.Queue()
+            self._task = asyncio.create_task(self._serve(self._requests))
+        reply: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._requests.put_nowait(reply)
+        return await reply
+
+    async def _serve(self, requests: "asyncio.Queue[asyncio.Future[float]]") -> None:
+        while True:
+            reply = await requests.get()
+            reply.set_result(await rpc.call("w0", time_left))
+
+    async def stop(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+
+
+def time_left() -> float:
+    scope = current.get()
+    assert scope is not None
+    return (scope.deadline - time.monotonic_ns()) / 1e9
+
+
+def test_a_task_leaves_the_deadline_of_the_handler_that_has_made_it() -> None:
+    batcher = rpc.remote("w1", Batcher)
+    during = batcher.rpc_sync(timeout=30).ask()
+    after = batcher.rpc_sync(timeout=30).ask()
+    batcher.rpc_sync().stop()
+    assert during <= 30 < after  # the default is 60 s
 
 
 def test_all_kinds_of_calls() -> None:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, Self, cast
 
 from telegrad.errors import Cancelled, NotInitialized, TelegradError
@@ -88,19 +88,64 @@ class _StateSwapped(Coroutine[object, object, object]):
         return getattr(self._coroutine, name)  # name and frame, for the descriptions of tasks
 
 
+class _Lifetime:
+    """Whether a handler has ended; apart from its job, whose context refers to this."""
+
+    __slots__ = ("has_ended",)
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+
+_handler: ContextVar[_Lifetime | None] = ContextVar("telegrad_handler", default=None)
+"""Lifetime of the handler that runs, or that has made the running task."""
+
+
+class _TaskOfHandler(_StateSwapped):
+    """Coroutine of a task that a handler has made, which may outlive the handler.
+
+    The deadline of the request ends with it: a batching loop that the first request starts serves the later ones, too.
+    """
+
+    def __init__(
+        self, coroutine: Coroutine[object, object, object], state: CoroutineTorchState, handler: _Lifetime
+    ) -> None:
+        super().__init__(coroutine, state)
+        self._handler = handler
+        self._has_deadline = True
+
+    def send(self, value: object) -> object:
+        self._check_handler()
+        return super().send(value)
+
+    def throw(self, *error: Any) -> object:
+        self._check_handler()
+        return super().throw(*error)
+
+    def _check_handler(self) -> None:
+        """Leave the deadline, in the context of the task, if the handler has ended."""
+        if self._has_deadline and self._handler.has_ended:
+            self._has_deadline = False
+            scope = current.get()
+            if scope is not None:
+                current.set(scope._replace(deadline=0))
+
+
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
     """Make a task of a handler's coroutine, with the torch state of its creator.
 
     Torch's state is the thread's, which all coroutines of a worker share.
     """
     state = CoroutineTorchState(caller_flags(), caller_state(), current.get(), recording.get())
-    return asyncio.Task(_StateSwapped(coroutine, state), loop=loop, **options)
+    handler = _handler.get()
+    steps = _StateSwapped(coroutine, state) if handler is None else _TaskOfHandler(coroutine, state, handler)
+    return asyncio.Task(steps, loop=loop, **options)
 
 
 class _Job:
     """Coroutine that has been submitted."""
 
-    __slots__ = ("canceled", "context", "coroutine", "ended", "started", "state", "task")
+    __slots__ = ("canceled", "context", "coroutine", "ended", "lifetime", "started", "state", "task")
 
     def __init__(
         self,
@@ -114,6 +159,8 @@ class _Job:
         self.context = context
         self.ended = ended
         self.started = self.canceled = False
+        self.lifetime = _Lifetime()
+        context.run(_handler.set, self.lifetime)
         self.task: asyncio.Task[None] | None = None
 
     def _is_canceled(self) -> bool:
@@ -136,6 +183,7 @@ class _Job:
             if loop.is_closed():  # the garbage collector closes the coroutine of an abandoned loop
                 raise
             error = e
+        self.lifetime.has_ended = True
         try:
             self.ended(value, error)
         finally:
