@@ -1,7 +1,7 @@
 """The callee's part of `telegrad.rpc.map`: run a chunk of items."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from inspect import CORO_CREATED, getcoroutinestate
 from time import perf_counter_ns
 from types import CoroutineType, MappingProxyType
@@ -14,10 +14,10 @@ from telegrad.serialize.exceptions import pack_exception
 from telegrad.serialize.program_pickler import Carried
 from telegrad.worker import Worker, process_hooks
 from telegrad.worker.calls.callables import callee_of, found, full_name_of, rerun_for_torch_error
-from telegrad.worker.calls.future import CallFuture, awaitable_of, is_future
+from telegrad.worker.calls.future import CallFuture, awaitable_of
 from telegrad.worker.calls.interceptors import around_handlers, carriers
 from telegrad.worker.default_worker import open_worker
-from telegrad.worker.serving.intercepted import has_async_mark, not_a_future
+from telegrad.worker.serving.deferred_results import deferred_result, has_deferred_results
 
 __all__ = ["Reply", "run_chunk"]
 
@@ -73,7 +73,7 @@ def run_chunk(function: bytes | Callable[[Any], object], items: list[Any], calle
             else:
                 failure = _pack(worker, error, caller)
     duration = perf_counter_ns() - began
-    if has_async_mark(run) or CoroutineType in map(type, results):
+    if has_deferred_results(run, results):
         return _gather(worker, run, _Deferred(results), failure, caller)
     return results, duration, failure
 
@@ -110,32 +110,22 @@ async def _gather(worker: Worker, function: object, deferred: _Deferred, failure
     return results, None, failure
 
 
-def _settled(
-    function: object, result: Any, copy: Callable[[object], object]
-) -> Awaitable[tuple[object, BaseException | None]]:
-    """Return a coroutine of a copy of a deferred result, and of its error."""
-    waiting: Awaitable[object] | None = None
-    if type(result) is CoroutineType:
-        waiting = result
-    elif is_future(result):
-        waiting = awaitable_of(result)
-
-    async def settle() -> tuple[object, BaseException | None]:
-        try:
-            if waiting is not None:
-                return copy(await waiting), None
-            if has_async_mark(function):
-                raise not_a_future(result, function)
-        except asyncio.CancelledError as e:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # the worker shuts down
-                raise
-            return None, RuntimeError(f"the handler was stopped: {e!r}")
-        except BaseException as e:
-            return None, e
-        return result, None
-
-    return settle()
+async def _settled(
+    function: object, result: object, copy: Callable[[object], object]
+) -> tuple[object, BaseException | None]:
+    """Await a deferred result; return a copy of it, or its error."""
+    try:
+        deferred = deferred_result(function, result)
+        if deferred is None:
+            return result, None
+        return copy(await (deferred if isinstance(deferred, Coroutine) else awaitable_of(deferred))), None
+    except asyncio.CancelledError as e:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # the worker shuts down
+            raise
+        return None, RuntimeError(f"the handler was stopped: {e!r}")
+    except BaseException as e:
+        return None, e
 
 
 def _pack(worker: Worker, error: BaseException, caller: int) -> bytes:

@@ -6,8 +6,7 @@ or encode, if the caller's torch state has to be entered, or if a result or an e
 
 import logging
 import sys
-from collections.abc import Callable
-from types import CoroutineType
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import torch
@@ -25,16 +24,17 @@ from telegrad.worker import process_hooks
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
 from telegrad.worker.calls.encoded import Encoded
-from telegrad.worker.calls.future import CallFuture, is_future
+from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import Interceptors
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import clean_state, current
+from telegrad.worker.serving.deferred_results import deferred_result
 from telegrad.worker.serving.event_loop import Deferred, EventLoop
 from telegrad.worker.serving.exposure import AllowAll, AllowList
-from telegrad.worker.serving.intercepted import InterceptedHandler, not_a_future
+from telegrad.worker.serving.intercepted import InterceptedHandler
 from telegrad.worker.serving.request_info import RequestInfo
 from telegrad.worker.serving.slow_request import SlowRequest
 
@@ -216,24 +216,23 @@ class Handlers:
         """Reply with the result of a coroutine or future once it is done."""
         if process_hooks.forked:
             process_hooks.leave_child(None)
-        if type(result) is CoroutineType:
-            deferred = self._defer(info, function)
+        waiting = deferred_result(function, result)
+        assert waiting is not None
+        deferred = self._defer(info, function)
+        if isinstance(waiting, Coroutine):
             flags, autocast = (0, None) if slow is None else (slow.flags, slow.metadata.autocast)
             deferred.begin(
                 self.loop.run(
-                    result, current.get(), flags, autocast, info.recording,
+                    waiting, current.get(), flags, autocast, info.recording,
                     lambda value, error: self._reply_deferred(info, value, error),
                 )
             )  # fmt: skip
             return
-        if not is_future(result):
-            raise not_a_future(result, function)
-        deferred = self._defer(info, function)
-        result.add_done_callback(lambda done: self._complete(info, done))
+        waiting.add_done_callback(lambda done: self._complete(info, done))
         if isinstance(function, InterceptedHandler):
             deferred.begin(function.cancel)
-        elif isinstance(result, CallFuture):
-            deferred.begin(result.cancel)
+        elif isinstance(waiting, CallFuture):
+            deferred.begin(waiting.cancel)
 
     def _defer(self, info: RequestInfo, function: object) -> Deferred:
         """Register a request with a deferred result, before the result can arrive."""

@@ -1,7 +1,6 @@
 """Handlers within the interceptors of their worker."""
 
 from collections.abc import Callable, Coroutine
-from types import CoroutineType
 from typing import Any, TypeAlias
 
 from torch.futures import Future
@@ -19,28 +18,12 @@ from telegrad.worker.calls.interceptors import (
     succeeded,
 )
 from telegrad.worker.calls.pending_work import PendingWork
+from telegrad.worker.serving.deferred_results import deferred_result, mark_async
 
-__all__ = ["Ended", "InterceptedHandler", "has_async_mark", "not_a_future"]
+__all__ = ["Ended", "InterceptedHandler"]
 
 Ended: TypeAlias = Callable[[object, BaseException | None], None]
 """Gets the result of a coroutine, or its exception."""
-
-NOT_A_FUTURE = (
-    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got {}.{} from {}"
-)
-
-_ASYNC_MARK = "_wrapped_async_rpc_function"  # attribute that `async_execution` sets, as in torch
-
-
-def has_async_mark(function: object) -> bool:
-    """Return whether the result of a function is a future to await."""
-    return hasattr(function, _ASYNC_MARK)
-
-
-def not_a_future(result: object, function: object) -> RuntimeError:
-    """Return the error of a function that should return a future."""
-    kind = type(result)
-    return RuntimeError(NOT_A_FUTURE.format(kind.__module__, kind.__qualname__, function))
 
 
 class InterceptedHandler:
@@ -99,7 +82,7 @@ class InterceptedHandler:
                 result = self._follow(result, lambda value: check_reply(carrier, self._given, value))
             if isinstance(result, CallFuture):  # an interceptor may have started another call
                 self._waits_for(result)
-            setattr(self, _ASYNC_MARK, True)
+            mark_async(self)
             return result
         error = result.failure() if isinstance(result, CallFuture) else None
         if error is None:
@@ -130,16 +113,13 @@ class InterceptedHandler:
             if self._carrier is not None and call is not self._given:
                 args = self._carrier.change(args, call.function, call.args, call.kwargs)
             result = run(function, args, kwargs)
-            if type(result) is CoroutineType:
-                return self._run_coroutine(result)
-            if not has_async_mark(function):
+            deferred = deferred_result(function, result)
+            if deferred is None:
                 return succeeded(result)
-            if isinstance(result, CallFuture):
-                self._waits_for(result)
-                return result
-            if is_future(result):
-                return self._follow(result)
-            raise not_a_future(result, function)
+            if isinstance(deferred, CallFuture):
+                self._waits_for(deferred)
+                return deferred
+            return self._run_coroutine(deferred) if isinstance(deferred, Coroutine) else self._follow(deferred)
         except BaseException as e:
             if process_hooks.forked:
                 raise

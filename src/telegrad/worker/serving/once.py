@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import CoroutineType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from torch.futures import Future
@@ -28,11 +28,11 @@ from telegrad.worker import process_hooks
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.callables import callee_of, found, full_name_of
 from telegrad.worker.calls.callables import run as run_function
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture, is_future
+from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import carriers
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state, current, not_needed
-from telegrad.worker.serving.intercepted import has_async_mark, not_a_future
+from telegrad.worker.serving.deferred_results import DeferredResult, deferred_result
 
 __all__ = ["RememberedRuns", "run_once"]
 
@@ -317,12 +317,9 @@ def run_once(
     token = not_needed.set(is_canceled)
     try:
         result = run_function(callee, args, kwargs)
-        if type(result) is CoroutineType:
-            return _follow(worker, key, run, result)
-        if has_async_mark(callee):
-            if not is_future(result):
-                raise not_a_future(result, callee)
-            return _follow(worker, key, run, result)
+        deferred = deferred_result(callee, result)
+        if deferred is not None:
+            return _follow(worker, key, run, deferred)
     except BaseException as error:  # SystemExit too: the caller gets a reply
         if process_hooks.forked:
             raise
@@ -355,7 +352,7 @@ async def _result_of(run: CallFuture[Any]) -> object:
     return await run
 
 
-def _follow(worker: Any, key: Key, run: _Run, result: Any) -> Coroutine[Any, Any, object]:
+def _follow(worker: Any, key: Key, run: _Run, result: DeferredResult) -> Coroutine[Any, Any, object]:
     """Remember a deferred result once it is done, and return a coroutine of it."""
     runs: RememberedRuns = worker.remembered_runs
     future = run.future
@@ -375,7 +372,7 @@ def _follow(worker: Any, key: Key, run: _Run, result: Any) -> Coroutine[Any, Any
         else:
             ended(value, None)
 
-    if type(result) is CoroutineType:
+    if isinstance(result, Coroutine):
         state = caller_flags(), caller_state()
         run.cancel = worker.loop.run(result, current.get(), *state, tracing.recording.get(), ended)
     else:
