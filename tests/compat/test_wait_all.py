@@ -8,11 +8,11 @@ import torch
 from torch.futures import Future
 
 from telegrad.compat.futures import wait_all
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import CallFuture
 
 
 def done(value: Any) -> CallFuture:
-    future = CallFuture(NO_DEVICES)
+    future = CallFuture._of()
     future.set_result(value)
     return future
 
@@ -25,7 +25,7 @@ def test_all_values_in_order() -> None:
 
 
 def test_first_error_ends_the_wait_and_keeps_its_type() -> None:
-    never, failing = CallFuture(NO_DEVICES), CallFuture(NO_DEVICES)
+    never, failing = CallFuture._of(), CallFuture._of()
     threading.Timer(0.01, failing.set_exception, [KeyError("k")]).start()
     with pytest.raises(KeyError, match="k"):
         wait_all([done(1), never, failing])
@@ -36,11 +36,11 @@ def test_error_that_torch_has_set_ends_it_too() -> None:
     failing = parent.then(lambda _: 1 / 0)
     parent.set_result(1)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        wait_all([CallFuture(NO_DEVICES), failing])
+        wait_all([CallFuture._of(), failing])
 
 
 def test_several_errors_are_decided_once() -> None:
-    futures = [CallFuture(NO_DEVICES) for _ in range(3)]
+    futures = [CallFuture._of() for _ in range(3)]
     for i, future in enumerate(futures):
         future.set_exception(ValueError(str(i)))
     with pytest.raises(ValueError, match="0"):

@@ -38,7 +38,7 @@ def test_a_result_that_exits_when_unpickled_ends_no_thread(two: Cluster) -> None
         future.add_done_callback(lambda _, done=done: done.set())  # so that a thread of the pool reads it
         assert done.wait(10)
         assert isinstance(future.failure(), SystemExit)
-        future._disregard()
+        future._mark_read()
     assert two[0].rpc_async("w1", echo, (1,)).wait() == 1
     eventually(lambda: engine.stats()["pool_threads"] == len(two[0]._worker.pool.threads()))
 

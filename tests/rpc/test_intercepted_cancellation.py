@@ -13,7 +13,7 @@ from cancellation_helpers import Log
 from telegrad import rpc
 from telegrad.errors import Cancelled, NotInitialized, RpcTimeout
 from telegrad.testing import Cluster, Gate, Local, cluster, eventually
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import CallFuture
 
 pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
 
@@ -57,7 +57,7 @@ def derived(call: rpc.InterceptedCall, proceed: rpc.Proceed) -> object:
 
 def own_future(call: rpc.InterceptedCall, proceed: rpc.Proceed) -> object:
     """Return a future that `then` has not made."""
-    outer: CallFuture[Any] = CallFuture(NO_DEVICES)
+    outer: CallFuture[Any] = CallFuture._of()
     future: Any = proceed(call)
 
     def complete(done: Any) -> None:
@@ -224,7 +224,7 @@ def test_a_result_that_never_comes_exceeds_the_timeout(call: Any) -> None:
 
 def test_the_timeout_cancels_what_runs(log: Log) -> None:
     def never(call: rpc.InterceptedCall, proceed: rpc.Proceed) -> object:
-        outer: CallFuture[Any] = CallFuture(NO_DEVICES)
+        outer: CallFuture[Any] = CallFuture._of()
         proceed(dataclasses.replace(call, timeout=0.3)).then(lambda _: None)
         return outer
 

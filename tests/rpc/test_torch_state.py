@@ -285,7 +285,7 @@ def test_state_changed_by_a_callback_is_restored(one_thread: Cluster, what: str,
             future.add_done_callback(callback)  # before it ends, so that it runs in the pool
             gate.open()
             assert ran.wait(10)
-            future._disregard()  # its failure is on purpose
+            future._mark_read()  # its failure is on purpose
             later = rpc.rpc_async("w0", state)
             eventually(later.done)  # this thread does not poll, so the pool's does
             states.append(later.value())

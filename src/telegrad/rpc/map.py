@@ -278,7 +278,7 @@ class _Mapping:
         finally:
             futures = [chunk.future for chunk in self._pending if chunk.future is not None]
             for future in futures:
-                future._disregard()
+                future._mark_read()
             if futures and not self._worker.closed:
                 self._worker.pool.submit(_cancel, futures)  # this may be a finalizer, which must not send
 
@@ -328,7 +328,7 @@ class _Mapping:
         sent: list[CallFuture[Reply]] = []
         try:
             sent.extend(starmap(calls.client.start, (call,)))  # has the future before a signal handler can run
-            sent[0]._request = callee.info.id, chunk.describe(self._label), call[-1]
+            sent[0]._set_request((callee.info.id, chunk.describe(self._label), call[-1]))
             self._follow(chunk, callee, sent[0])
         except BaseException:
             for future in sent:
@@ -400,7 +400,7 @@ class _Mapping:
                 callee.lost = True
             if not chunk.retries or self._retry is None or not self._retry.covers(error):
                 continue
-            future._disregard()
+            future._mark_read()
             other = self._freest()
             if other is not None:
                 chunk.retries -= 1

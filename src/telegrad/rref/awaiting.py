@@ -7,7 +7,7 @@ from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.rref.handle import Handle
 from telegrad.worker import current
 from telegrad.worker.calls.client import complete
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.scope import remaining
 
 __all__ = ["await_value"]
@@ -35,7 +35,7 @@ async def await_value(rref: Handle[T]) -> T:
         return value
     owned = references.owned(rref.id)
     if not owned.ready:
-        created: CallFuture[None] = CallFuture(NO_DEVICES)
+        created: CallFuture[None] = CallFuture._of()
         seconds = remaining(worker.calls.default_timeout, current.get()) / 1e9
         if references.park(rref.id, lambda: complete(created, None)):
             try:

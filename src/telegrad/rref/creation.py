@@ -12,7 +12,7 @@ from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
 from telegrad.worker.calls.callables import is_scripted
 from telegrad.worker.calls.client import Outcome, complete
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.unread_failures import Failure
 
 if TYPE_CHECKING:
@@ -106,9 +106,8 @@ class PendingCreation:
     def intercepted(self) -> CallFuture[None]:
         """Return a future of the call, which interceptors complete."""
         self.is_intercepted = True
-        future: CallFuture[None] = CallFuture(NO_DEVICES)
-        future._calls, future._request = self._calls, self._request
-        future._read = True  # the creation logs a failure that is not read
+        # The creation logs a failure that is not read.
+        future: CallFuture[None] = CallFuture._of(self._calls, self._request, is_read=True)
         future._on_late_reply = self._on_late_reply
 
         def finish(_: object) -> None:
@@ -149,10 +148,10 @@ class PendingCreation:
         with self._worker.references.lock:
             if self._future is not None:
                 return self._future
-            future: CreationFuture = CreationFuture(NO_DEVICES)
+            future = CreationFuture._of(self._calls, self._request)
             self._future = self._incomplete_future = future
             future.creation = self
-            future._calls, future._call, future._request = self._calls, self._call, self._request
+            future._set_sent(self._call)
             done = self.ended
         if done:
             self.complete()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from telegrad.rref.handle import AnyHandle
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import CallFuture
 
 __all__ = ["UNSET", "method_type", "request_type"]
 
@@ -17,7 +17,7 @@ def request_type(rref: AnyHandle, timeout: float) -> CallFuture[Any]:
     """Request the type of the value and return its future, which the handle keeps."""
     rref._check()
     if rref.is_owner():
-        future: CallFuture[Any] = CallFuture(NO_DEVICES)
+        future: CallFuture[Any] = CallFuture._of()
         try:
             future.set_result(type(rref.worker.references.owned(rref.id).get()))
         except Exception as e:

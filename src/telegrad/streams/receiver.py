@@ -127,8 +127,8 @@ class Receiver:
             raise
 
     def _watch(self, future: CallFuture[Any], arrived: Callable[[CallFuture[Any]], None]) -> None:
-        future._read = True  # the reader gets the error
-        future._request = (self.peer, f"a step of {self.label}", 0)
+        future._mark_read()  # the reader gets the error
+        future._set_request((self.peer, f"a step of {self.label}", 0))
         future._on_done(arrived)
 
     def _start(self, function: object, *args: int) -> CallFuture[Any]:
@@ -332,12 +332,10 @@ class Receiver:
             if self._has_news():
                 return  # the call that brought them is no longer the one to wait for
             future: CallFuture[Any] | None = self._pull if self._flush is None else self._flush
-        if future is not None and future._source is not None:  # the call behind interceptors
-            future = future._source
-        call = getattr(future, "_call", 0)
-        if future is not None and call:
+        polled = None if future is None else future._polled()
+        if polled is not None and (call := polled._call_id()):
             try:
-                if future._calls.client.wait(future, call, timeout):
+                if polled._calls.client.wait(polled, call, timeout):
                     return
             except NotInitialized:  # the worker has closed
                 pass
@@ -370,7 +368,7 @@ class Receiver:
         """
         future = self._pull  # another thread may process its reply
         if future is not None:
-            self.worker.calls.client.expire(getattr(future._source or future, "_call", 0))
+            self.worker.calls.client.expire(future._polled()._call_id())
 
     def expire(self) -> NoReturn:
         """Close the stream after the timeout of a wait.

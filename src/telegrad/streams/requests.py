@@ -53,4 +53,4 @@ def notify_closed(worker: Worker, peer: int, scope: Scope, number: int, is_openi
         return
     finally:
         current.reset(token)
-    future._read = True
+    future._mark_read()

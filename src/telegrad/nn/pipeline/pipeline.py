@@ -316,7 +316,7 @@ class Pipeline(StageModules):
     ) -> None:
         """Drop a failed step at all stages; wait a while for passes that still run."""
         for future in futures:
-            future._disregard()
+            future._mark_read()
             future.cancel()
         limit = rpc.get_rpc_timeout() if timeout == _DEFAULT_TIMEOUT else timeout
         left = begin + limit - time.monotonic() if limit else 0.0

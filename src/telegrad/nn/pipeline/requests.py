@@ -97,7 +97,7 @@ def _sender(
         future = worker.rpc_async(owner, function, (*ids, tuple(plan), i, *result), timeout=0)
 
         def completed(done: CallFuture[None]) -> None:
-            done._disregard()
+            done._mark_read()
             error = done.failure()
             if error is not None:
                 fail(plan, error)

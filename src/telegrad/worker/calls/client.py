@@ -33,7 +33,7 @@ from telegrad.wire import Flag, LeftOut, Status, Tag
 from telegrad.worker.calls import interception, tracing
 from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.encoded import NO_METADATA, Request
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture, cancel_if_interrupted
+from telegrad.worker.calls.future import CallFuture, cancel_if_interrupted
 from telegrad.worker.calls.interception import CallForm, Creation, InterceptedRequest
 from telegrad.worker.calls.interceptors import PICKLER, Interceptors, active, carrier_of, is_own, rename_path, switch
 from telegrad.worker.calls.messages import Messages
@@ -251,9 +251,7 @@ class Calls:
             label: The function or its name.
             timeout: Timeout in ns; 0 for none.
         """
-        future: CallFuture[Any] = CallFuture(NO_DEVICES)
-        future._calls, future._request = self, (peer, label, timeout)
-        return future
+        return CallFuture._of(self, (peer, label, timeout))
 
     def send_message(self, kind: str, peer: int, send: Callable[[], object]) -> None:
         """Send a one-way message through Telegrad's interceptors of this worker.

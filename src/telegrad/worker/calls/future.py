@@ -9,7 +9,7 @@ import operator
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 
@@ -40,8 +40,6 @@ class CallFuture(torch.futures.Future[T]):
     ``rpc_async`` and related functions create it. Waiting for it polls the network in the waiting thread, which saves a
     thread switch. It completes even if no thread waits; then callbacks run on a pool thread of the worker.
 
-    Created by `CallFuture(NO_DEVICES)`, because torch's own Python constructor costs more than the rest of a future.
-
     Example::
 
         future = rpc.rpc_async("worker1", max, args=(1, 2))
@@ -54,7 +52,7 @@ class CallFuture(torch.futures.Future[T]):
 
         def __init__(self, devices: list[object]) -> None: ...
     else:
-        __init__ = torch._C.Future.__init__
+        __init__ = torch._C.Future.__init__  # torch's own Python constructor costs more than the rest of a future
     _call: int  # id of the call, once sent
     _calls: WorkerCalls
     _request: CallSummary
@@ -70,6 +68,34 @@ class CallFuture(torch.futures.Future[T]):
     _source: "CallFuture[Any] | None" = None  # the call that completes the future, for a thread that waits
     _is_of_handler = False  # the child of `then` passes on the failure, with its type
     _on_late_reply: Callable[[], None] | None = None  # for a reply after the timeout that only Python enforces
+
+    @classmethod
+    def _of(
+        cls,
+        calls: WorkerCalls | None = None,
+        request: CallSummary | None = None,
+        *,
+        is_read: bool = False,
+        is_of_handler: bool = False,
+    ) -> Self:
+        """Return a pending future that Telegrad completes.
+
+        Args:
+            calls: Calls of the worker that logs a failure.
+            request: The call, for errors and log lines.
+            is_read: A failure needs no log line, because other code gets it.
+            is_of_handler: The future has the result of a handler: its `then` passes on the failure, with its type.
+        """
+        future = cls(NO_DEVICES)
+        if calls is not None:
+            future._calls = calls
+        if request is not None:
+            future._request = request
+        if is_read:
+            future._read = True
+        if is_of_handler:
+            future._is_of_handler = True
+        return future
 
     def wait(self) -> T:
         """Block until the call has ended.
@@ -93,7 +119,7 @@ class CallFuture(torch.futures.Future[T]):
 
     def _drive(self) -> None:
         """Poll the network until the completion arrives here or in the pool."""
-        call = getattr(self, "_call", 0)
+        call = self._call_id()
         if not call:  # not the future of a call, or an interceptor delays the call
             self._require_parent()
             if self._source is not None:
@@ -131,7 +157,7 @@ class CallFuture(torch.futures.Future[T]):
         if self._cancel_work is not None:
             return self._cancel_work()
         calls = getattr(self, "_calls", None) or self._parent_calls
-        call = getattr(self, "_call", 0) or self._parent_call
+        call = self._call_id() or self._parent_call
         return bool(call) and calls is not None and calls.client.cancel(call)
 
     def cancelled(self) -> bool:
@@ -169,7 +195,7 @@ class CallFuture(torch.futures.Future[T]):
         child: CallFuture[S] = CallFuture(NO_DEVICES)
         child._request = (-1, callback, 0)
         child._parent_calls = getattr(self, "_calls", None) or self._parent_calls
-        child._parent_call = getattr(self, "_call", 0) or self._parent_call
+        child._parent_call = self._call_id() or self._parent_call
         child._cancel_work = self._cancel_work
         child._is_of_handler = self._is_of_handler
         callback = bind_scope(callback)
@@ -227,15 +253,36 @@ class CallFuture(torch.futures.Future[T]):
         read = self._read or _is_cancellation(error)  # the program knows
         return Failure(error, read, getattr(self, "_request", None), "read its future", calls)
 
-    def _disregard(self) -> None:
-        """Mark a failure as read: the program has stopped waiting for the future."""
+    def _set_sent(self, call: int) -> None:
+        """Set the id of the call, which has been sent."""
+        self._call = call
+
+    def _call_id(self) -> int:
+        """Return the id of the call; 0 if none has been sent."""
+        return getattr(self, "_call", 0)
+
+    def _polled(self) -> "CallFuture[Any]":
+        """Return the future to poll for: this one, or that of the call which completes it."""
+        return self._source or self
+
+    def _report_late_reply(self) -> None:
+        """Report that a value has arrived after the timeout, for which the future has failed already."""
+        if self._on_late_reply is not None:
+            self._on_late_reply()
+
+    def _set_request(self, request: CallSummary) -> None:
+        """Set what errors and log lines say about the call."""
+        self._request = request
+
+    def _mark_read(self) -> None:
+        """Mark a failure as read: it needs no log line, now or later."""
         self._read = True
         if self._failure is not None:
             self._failure.read = True
 
     def _abandon(self) -> None:
         """Cancel the call: a signal handler has raised before the program got the future."""
-        self._disregard()
+        self._mark_read()
         self.cancel()
 
     def _require_parent(self) -> None:
@@ -251,7 +298,7 @@ class CallFuture(torch.futures.Future[T]):
         try:
             yield from _wait_in_loop(self)
         except BaseException:  # the awaiting task was canceled
-            self._disregard()
+            self._mark_read()
             self.cancel()
             raise
         try:
@@ -314,7 +361,7 @@ def awaitable_of(future: torch.futures.Future[T]) -> Awaitable[T]:
 @contextmanager
 def cancel_if_interrupted(future: CallFuture[Any]) -> Iterator[None]:
     """Cancel the call if this block, which starts and awaits it, ends early."""
-    future._read = True  # the caller gets a failure
+    future._mark_read()  # the caller gets a failure
     try:
         yield
     finally:

@@ -147,7 +147,7 @@ def send(calls: Sender, form: CallForm, target: CallFuture[Any] | Creation) -> N
             result = chain.run()
         except BaseException:
             if chain.sent:  # register the value, so that its owner drops it
-                target._call = getattr(chain.sent[0], "_call", 0)
+                target._call = chain.sent[0]._call_id()
                 PendingWork(target.intercepted(), chain.text, is_cancelable=False).follow(chain.sent[0])
             raise
         target = target.intercepted()
@@ -236,7 +236,7 @@ class _Chain:
         if not self.sent or not isinstance(result, CallFuture):
             return None
         last = self.sent[-1]
-        call = getattr(last, "_call", 0)
+        call = last._call_id()
         return last if result is last or (call and result._parent_call == call) else None
 
     def limit(self, work: PendingWork) -> None:
@@ -273,7 +273,7 @@ class _Chain:
         calls = self._calls
         request = calls.encode(call.form, call.trace)
         future = calls.future_of(request.peer, request.label, request.timeout)
-        future._read = True  # the program's future logs a failure
+        future._mark_read()  # the program's future logs a failure
         if call.delay > 0:
             send_later(calls, calls.open_work, request, future, call.delay)
         else:

@@ -22,7 +22,7 @@ from torch.futures import Future
 from telegrad.errors import TelegradError
 from telegrad.serialize.program_pickler import Carried
 from telegrad.worker.calls.callables import name_of, read_attribute
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture, is_future
+from telegrad.worker.calls.future import CallFuture, is_future
 
 __all__ = [
     "PICKLER",
@@ -296,14 +296,13 @@ def run_chain(chain: tuple[Interceptor, ...], call: InterceptedCall, last: Proce
 
 def succeeded(value: object) -> CallFuture[Any]:
     """Return a future that is done."""
-    future: CallFuture[Any] = CallFuture(NO_DEVICES)
+    future: CallFuture[Any] = CallFuture._of()
     future.set_result(value)
     return future
 
 
 def failed(error: BaseException) -> CallFuture[Any]:
     """Return a future that has failed; it logs nothing if the program ignores it."""
-    future: CallFuture[Any] = CallFuture(NO_DEVICES)
-    future._read = True
+    future: CallFuture[Any] = CallFuture._of(is_read=True)
     future.set_exception(error)
     return future

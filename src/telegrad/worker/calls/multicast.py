@@ -12,7 +12,7 @@ from telegrad.wire import Flag, Tag
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.encoded import ANY_EPOCH, PeerMetadata
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import active
 from telegrad.worker.scope import Scope, caller_flags, caller_state, current, remaining
 
@@ -68,9 +68,7 @@ def call_many(
     without_metadata: list[tuple[int, CallFuture[Any], None]] = []
     try:
         for peer in peers:
-            future: CallFuture[Any] = CallFuture(NO_DEVICES)
-            future._calls = calls
-            future._request = (peer, function, timeout)
+            future: CallFuture[Any] = CallFuture._of(calls, (peer, function, timeout))
             futures.append(future)
             try:
                 own = calls.messages.encode_for_peer(peer, written, autocast, context)
@@ -88,17 +86,17 @@ def call_many(
     for requests in (with_metadata, without_metadata):  # both are in use only if an autograd context has ended
         if not requests:
             continue
-        to, theirs = [peer for peer, _, _ in requests], [future for _, future, _ in requests]
+        to, awaited = [peer for peer, _, _ in requests], [future for _, future, _ in requests]
         metadata = [own.metadata for _, _, own in requests if own is not None]
-        said = (_METADATA | _MUST_DELIVER if written.handles or context is not None else _METADATA) if metadata else 0
+        extra = (_METADATA | _MUST_DELIVER if written.handles or context is not None else _METADATA) if metadata else 0
         epochs = [ANY_EPOCH if own is None else own.epoch for _, _, own in requests]
         ids = calls.engine.start_many(
-            to, _CALL, flags | said, number, text, written.body, written.segments,
+            to, _CALL, flags | extra, number, text, written.body, written.segments,
             metadata or None, epochs, timeout, 0 if scope is None else scope.depth,
-            _get_running_loop() is not None, theirs,
+            _get_running_loop() is not None, awaited,
         )  # fmt: skip
-        for future, call in zip(theirs, ids, strict=True):
-            future._call = call
+        for future, call in zip(awaited, ids, strict=True):
+            future._set_sent(call)
         if not all(ids):
             raise NotInitialized
     return futures

@@ -129,7 +129,7 @@ class RetryingCall:
     @property
     def attempt(self) -> int:
         """Id of the call that is the latest attempt; 0 for none."""
-        return getattr(self.future._source, "_call", 0)
+        return 0 if self.future._source is None else self.future._source._call_id()
 
     def describe(self) -> str:
         """Return a text for people."""
@@ -145,7 +145,7 @@ class RetryingCall:
         if self._once:
             function, args, kwargs = run_once, self._remembered(), None
         attempt: CallFuture[Any] = self._worker.calls.client.start(self._name, function, args, kwargs, timeout)
-        attempt._read = True  # the program's future logs a failure
+        attempt._mark_read()  # the program's future logs a failure
         self.future._source = attempt
         self.work.add(attempt.cancel)
         attempt._on_done(self._on_end)

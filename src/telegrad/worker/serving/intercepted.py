@@ -7,13 +7,12 @@ from torch.futures import Future
 
 from telegrad.worker import process_hooks
 from telegrad.worker.calls.callables import callee_of, run
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture, is_future
+from telegrad.worker.calls.future import CallFuture, is_future
 from telegrad.worker.calls.interceptors import (
     InterceptedCall,
     Interceptor,
     carrier_of,
     check_reply,
-    failed,
     run_chain,
     succeeded,
 )
@@ -124,8 +123,8 @@ class InterceptedHandler:
             if process_hooks.forked:
                 raise
             trace = e.__traceback__
-            future = failed(e.with_traceback(None if trace is None else trace.tb_next))
-            future._is_of_handler = True
+            future = _future_of_handler()
+            future.set_exception(e.with_traceback(None if trace is None else trace.tb_next))
             return future
 
     def _follow(self, result: Future[Any], check: Callable[[object], None] | None = None) -> CallFuture[Any]:
@@ -155,7 +154,4 @@ class InterceptedHandler:
 
 
 def _future_of_handler() -> CallFuture[Any]:
-    future: CallFuture[Any] = CallFuture(NO_DEVICES)
-    future._read = True  # the caller gets a failure
-    future._is_of_handler = True
-    return future
+    return CallFuture._of(is_read=True, is_of_handler=True)  # the caller gets a failure

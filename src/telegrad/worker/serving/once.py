@@ -28,7 +28,7 @@ from telegrad.worker import process_hooks
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.callables import callee_of, found, full_name_of
 from telegrad.worker.calls.callables import run as run_function
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import carriers
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state, current, not_needed
@@ -69,7 +69,7 @@ class _Run:
         self.nbytes: int = 0  # of its result; 0: it runs, or its result was dropped
         self.canceled: bool = False
         self.cancel: Callable[[], object] | None = None  # cancels its coroutine; any thread may call it
-        self.future: CallFuture[Any] | None = _new_future()  # None: its result was dropped
+        self.future: CallFuture[Any] | None = CallFuture._of(is_read=True)  # None: its result was dropped
 
     @property
     def has_ended(self) -> bool:
@@ -81,12 +81,6 @@ class _Run:
         self.canceled = True
         if self.cancel is not None:
             self.cancel()
-
-
-def _new_future() -> CallFuture[Any]:
-    future: CallFuture[Any] = CallFuture(NO_DEVICES)
-    future._read = True  # the first caller gets a failure
-    return future
 
 
 class RememberedRuns:
