@@ -2,12 +2,10 @@
 
 from typing import Any, Protocol
 
-from torch.futures import Future
-
 from telegrad.errors import RpcTimeout
 from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.encoded import Request
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.calls.pending_work import OpenWork, PendingWork
 from telegrad.worker.closed import WorkerCalls
@@ -33,8 +31,8 @@ def send_later(calls: Sender, open_work: OpenWork, request: Request, future: Cal
         future: Completed with the result. Canceling it before the request is sent undoes the encoding.
         seconds: The delay.
     """
-    inner: CallFuture[Any] = CallFuture(NO_DEVICES)
-    inner._calls, inner._request = calls, (request.peer, request.label, 0)
+    # The caller's future logs a failure.
+    inner: CallFuture[Any] = CallFuture._of(calls, (request.peer, request.label, 0), is_read=True)
     label = request.label if isinstance(request.label, str) else name_of(request.label)
     call_text = f"{label} on {calls.name_of(request.peer)}"
     is_cancelable = request.keep_as is None  # other workers may use the value of a creation
@@ -52,17 +50,7 @@ def send_later(calls: Sender, open_work: OpenWork, request: Request, future: Cal
             if is_cancelable:
                 work.add(inner.cancel)
 
-    def complete(done: Future[Any]) -> None:
-        try:
-            value = done.value()
-        except BaseException as e:  # SystemExit too, which a handler raised
-            work.fail(e)
-        else:
-            if not work.succeed(value) and future._on_late_reply is not None:
-                future._on_late_reply()
-
-    inner._read = True  # the caller's future logs a failure
-    inner._on_done(complete)
+    work.follow(inner, on_unused=future._report_late_reply)
     if request.timeout:
         late = RpcTimeout(request.timeout / 1e9, call_text, "delayed")
         open_work.run_later(request.timeout / 1e9, work.end, late)

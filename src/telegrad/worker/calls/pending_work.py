@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from telegrad import _core
 from telegrad.errors import Cancelled, NotInitialized
 from telegrad.worker.calls.future import CallFuture
 
@@ -111,12 +112,18 @@ class PendingWork:
             future.set_exception(error.with_traceback(None))
         return future is not None
 
-    def follow(self, source: Future[Any], check: Callable[[object], None] | None = None) -> None:
+    def follow(
+        self,
+        source: Future[Any],
+        check: Callable[[object], None] | None = None,
+        on_unused: Callable[[], None] | None = None,
+    ) -> None:
         """Complete the future like another one.
 
         Args:
             source: The other future.
             check: Raises an error for values that are not valid.
+            on_unused: Runs if a value arrives after the work has ended early.
         """
 
         def complete(done: Future[Any]) -> None:
@@ -127,9 +134,10 @@ class PendingWork:
             except BaseException as e:  # SystemExit too, which a handler raised
                 self.fail(e)
             else:
-                self.succeed(value)
+                if not self.succeed(value) and on_unused is not None:
+                    on_unused()
 
-        _add_done_callback(source, complete)
+        _add_done_callback(source, _core.shielded(complete))
 
     def _take(self, error: BaseException | None = None) -> CallFuture[Any] | None:
         """Return the future to its only completer; None if it has been taken."""
