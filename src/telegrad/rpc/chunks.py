@@ -15,7 +15,7 @@ from telegrad.serialize.program_pickler import Carried
 from telegrad.worker import Worker, process_hooks
 from telegrad.worker.calls.callables import callee_of, found, full_name_of, rerun_for_torch_error
 from telegrad.worker.calls.future import CallFuture, awaitable_of
-from telegrad.worker.calls.interceptors import around_handlers, carriers
+from telegrad.worker.calls.interceptors import Find, Given, Shown, Split, around_handlers, carriers
 from telegrad.worker.default_worker import open_worker
 from telegrad.worker.serving.deferred_results import deferred_result, has_deferred_results
 
@@ -142,22 +142,20 @@ class _ChunkCarrier:
     kind = "map"
     paths: Mapping[str, str] = MappingProxyType({"args[1]": "args", "args[0]": "the function"})
 
-    def show(
-        self, args: Sequence[Any], find: Callable[..., Any] = found, /
-    ) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+    def show(self, args: Given, find: Find = found, /) -> Shown:
         function, items, _ = args
         return find(function), (items,), {}
 
     def change(
-        self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
-    ) -> tuple[Any, ...]:
+        self, args: Given, function: object, values: Sequence[object], named: Mapping[str, object], /
+    ) -> tuple[object, ...]:
         if len(values) != 1 or named or not isinstance(values[0], list):
             raise ValueError(
                 "an interceptor changed the arguments of a chunk of rpc.map to something else than (items,), a list"
             )
         return function, values[0], args[2]
 
-    def split(self, args: Sequence[Any], /) -> tuple[Carried, Sequence[Any], Mapping[str, Any]]:
+    def split(self, args: Given, /) -> Split:
         function, items, caller = args
         return Carried((function,), (caller,), True), (items,), {}
 

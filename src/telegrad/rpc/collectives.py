@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from torch.futures import Future
+
 from telegrad.errors import TelegradError, WorkerLost
 from telegrad.protocols.membership import ordinal_of
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
@@ -312,9 +314,9 @@ def _tell_followers(worker: Worker, sequence_id: str, names: set[str], kind: str
             worker.start_internal(info.id, _hear_of_failure, what, timeout).add_done_callback(_read_result)
 
 
-def _read_result(told: Any) -> None:
+def _read_result(done: Future[object]) -> None:
     with suppress(RuntimeError):  # the follower is lost itself
-        told.value()
+        done.value()
 
 
 def _hear_of_failure(sequence_id: str, kind: str, text: str) -> None:

@@ -15,7 +15,7 @@ from telegrad.streams.producer import Producer
 from telegrad.streams.service import AnyProducer, Streams
 from telegrad.worker import Worker, current
 from telegrad.worker.calls.callables import callee_of, found, name_of, run
-from telegrad.worker.calls.interceptors import around_handlers, carriers, internal
+from telegrad.worker.calls.interceptors import Find, Given, Shown, Split, around_handlers, carriers, internal
 
 __all__ = ["close", "flush", "open_function", "open_method", "pull"]
 
@@ -141,19 +141,17 @@ class _Open:
     kind = "stream"
     paths: Mapping[str, str] = MappingProxyType({"args[3]": "args", "args[4]": "kwargs", "args[2]": "the function"})
 
-    def show(
-        self, args: Sequence[Any], find: Callable[..., Any] = found, /
-    ) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+    def show(self, args: Given, find: Find = found, /) -> Shown:
         *_, function, values, named = args
         return find(function), values, named
 
     def change(
-        self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
-    ) -> tuple[Any, ...]:
+        self, args: Given, function: object, values: Sequence[object], named: Mapping[str, object], /
+    ) -> tuple[object, ...]:
         *before, _, _, _ = args
         return (*before, function, values, named)
 
-    def split(self, args: Sequence[Any], /) -> tuple[Carried, Sequence[Any], Mapping[str, Any]]:
+    def split(self, args: Given, /) -> Split:
         *head, values, named = args
         return Carried(tuple(head), (), False), values, named
 
@@ -167,15 +165,13 @@ class _OpenMethod(_Open):
     At the callee, interceptors see the method itself.
     """
 
-    def show(
-        self, args: Sequence[Any], find: Callable[..., Any] = found, /
-    ) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+    def show(self, args: Given, find: Find = found, /) -> Shown:
         *_, name, values, named = args
         return (_method_of(args[0], str(name)) if _is_at_callee(args) else name), values, named
 
     def change(
-        self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
-    ) -> tuple[Any, ...]:
+        self, args: Given, function: object, values: Sequence[object], named: Mapping[str, object], /
+    ) -> tuple[object, ...]:
         if not _is_at_callee(args) and not isinstance(function, str):
             raise ValueError(
                 f"an interceptor changed the method of a stream to {function!r}; it may change it to the name of"
@@ -184,7 +180,7 @@ class _OpenMethod(_Open):
         return super().change(args, function, values, named)
 
 
-def _is_at_callee(args: Sequence[Any]) -> bool:
+def _is_at_callee(args: Given) -> bool:
     """Return whether these arguments of `open_method` are those of the callee.
 
     The caller passes the value as the receiver.

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -12,12 +13,16 @@ from telegrad.group.rendezvous import Group
 from telegrad.options import Options
 from telegrad.serialize.function_names import BY_VALUE
 from telegrad.types import WorkerInfo
+from telegrad.worker.autograd_hooks import AutogradHooks
 from telegrad.worker.calls.callables import checked_arguments, rerun_for_torch_error
-from telegrad.worker.calls.client import CallForm
+from telegrad.worker.calls.client import CallForm, Calls
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import active
+from telegrad.worker.calls.messages import Messages
+from telegrad.worker.closed import AnyEngine
 from telegrad.worker.scope import Scope, autocast_is_on, caller_flags, clean_state, current
 from telegrad.worker.serving.event_loop import check_blocking
+from telegrad.worker.serving.handlers import Handlers
 from telegrad.worker.serving.request_info import RequestInfo
 
 __all__ = ["ENVIRONMENT", "NOT_ENCODABLE", "OtherReply", "is_encrypted", "make_engine", "make_server"]
@@ -31,7 +36,7 @@ _SECOND = 1_000_000_000
 class Environment(NamedTuple):
     """Python objects of the process that the native client and server use."""
 
-    current: Any = current
+    current: ContextVar[Scope | None] = current
     info_type: type = WorkerInfo
     form_type: type = CallForm
     future_type: type = CallFuture
@@ -42,7 +47,7 @@ class Environment(NamedTuple):
     is_autocast_enabled: Callable[[], bool] = autocast_is_on
     running_loop: Callable[[], object] = asyncio._get_running_loop
     caller_flags: Callable[[], int] = caller_flags
-    checked_arguments: Callable[[Any, Any], object] = checked_arguments
+    checked_arguments: Callable[[object, object], object] = checked_arguments
     check_blocking: Callable[[], None] = check_blocking
     not_initialized: type = NotInitialized
     # of the native server only
@@ -104,7 +109,17 @@ def make_engine(
     )
 
 
-def make_server(worker: Any, callback_scope: Scope) -> _core.Server:
+class ServedWorker(Protocol):
+    """`telegrad.worker.worker.Worker`, as this module uses it."""
+
+    engine: AnyEngine
+    messages: Messages
+    autograd: AutogradHooks[Any]
+    calls: Calls
+    handlers: Handlers
+
+
+def make_server(worker: ServedWorker, callback_scope: Scope) -> _core.Server:
     """Create the server of a worker, which already has its calls and handlers."""
     codec = worker.messages.serializer.codec
     return _core.Server(

@@ -120,12 +120,12 @@ def read_attribute(rref: Any, name: str) -> object:
     return functools.reduce(rref.worker.handlers.exposure.read, name.split("."), rref.local_value())
 
 
-def found(function: bytes | Callable[..., Any]) -> Any:
+def found(function: bytes | Callable[..., object]) -> Any:
     """Return the program's function in a message, given its name or itself."""
     return find_function(function) if isinstance(function, bytes) else function
 
 
-def callee_of(function: bytes | Callable[..., Any]) -> Any:
+def callee_of(function: bytes | Callable[..., object]) -> Any:
     """Return what `found` does, at the callee and if it exposes the function.
 
     Args:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from torch.futures import Future
 
@@ -27,10 +27,14 @@ from telegrad.worker.calls.future import CallFuture, is_future
 __all__ = [
     "PICKLER",
     "Carrier",
+    "Find",
+    "Given",
     "InterceptedCall",
     "Interceptor",
     "Interceptors",
     "Proceed",
+    "Shown",
+    "Split",
     "active",
     "around_handlers",
     "carrier_of",
@@ -110,6 +114,19 @@ class InterceptedCall:
         return self.function if isinstance(self.function, str) else name_of(self.function)
 
 
+Given: TypeAlias = Sequence[Any]
+"""Arguments of a carrier."""
+
+Find: TypeAlias = Callable[[Any], Any]
+"""Returns the function of a name in a message."""
+
+Shown: TypeAlias = tuple[object, Sequence[Any], Mapping[str, Any]]
+"""Function of the program, or its name, and its arguments."""
+
+Split: TypeAlias = tuple[Carried, Sequence[Any], Mapping[str, Any]]
+"""Arguments for Telegrad, and the positional and keyword ones for the program's pickler."""
+
+
 class Carrier(Protocol):
     """Function of Telegrad that runs a function of the program.
 
@@ -122,9 +139,7 @@ class Carrier(Protocol):
     paths: Mapping[str, str]
     """Path of each part of the program's call in the carrier's arguments, and its path in that call."""
 
-    def show(
-        self, args: Sequence[Any], find: Callable[[Any], Any] = ..., /
-    ) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+    def show(self, args: Given, find: Find = ..., /) -> Shown:
         """Return the program's function and its arguments.
 
         Args:
@@ -133,11 +148,11 @@ class Carrier(Protocol):
         """
 
     def change(
-        self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
-    ) -> tuple[Any, ...]:
+        self, args: Given, function: object, values: Sequence[object], named: Mapping[str, object], /
+    ) -> tuple[object, ...]:
         """Return the arguments with another function, or name, and its arguments."""
 
-    def split(self, args: Sequence[Any], /) -> tuple[Carried, Sequence[Any], Mapping[str, Any]]:
+    def split(self, args: Given, /) -> Split:
         """Return Telegrad's arguments, and those that the program's pickler gets."""
 
     def is_reply(self, value: object, /) -> bool:

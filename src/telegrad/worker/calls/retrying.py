@@ -4,15 +4,19 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
-from typing import Any
+from typing import Any, Protocol
 
 from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, UnknownWorker, WorkerLost
 from telegrad.worker.calls.callables import full_name_of, name_of
+from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.pending_work import PendingWork
 from telegrad.worker.calls.retry_policy import Retry, require_retry
+from telegrad.worker.membership.members import Members
 from telegrad.worker.scope import Scope, caller_flags, caller_state, current, handler_state, remaining
 from telegrad.worker.serving.once import run_once
+from telegrad.worker.serving.thread_pool import ThreadPool
+from telegrad.worker.timers import Timers
 
 __all__ = ["Retries", "start_retrying"]
 
@@ -49,13 +53,24 @@ class Retries:
             call.work.close()
 
 
+class RetryingWorker(Protocol):
+    """`telegrad.worker.worker.Worker`, as this module uses it."""
+
+    incarnation: int
+    members: Members
+    calls: Calls
+    retries: Retries
+    timers: Timers
+    pool: ThreadPool
+
+
 class RetryingCall:
     """Call that may need several attempts, one after the other.
 
     The later attempts run on pool threads, in the scope and torch state of the caller.
 
     Args:
-        worker: The caller (`telegrad.worker.worker.Worker`).
+        worker: The caller.
         to: Name, id or info of the callee. A worker that takes the name of a lost callee replaces it.
         function: The function.
         args: Its positional arguments. They have to stay unchanged until the call ends.
@@ -67,7 +82,7 @@ class RetryingCall:
 
     def __init__(
         self,
-        worker: Any,
+        worker: RetryingWorker,
         to: object,
         function: Callable[..., Any],
         args: Sequence[object] | None,
@@ -105,7 +120,7 @@ class RetryingCall:
         Args:
             pause: Seconds until then; the timeout begins afterwards.
         """
-        retries: Retries = self._worker.retries
+        retries = self._worker.retries
         retries.add(self._number, self)
         try:
             if pause:
@@ -216,7 +231,7 @@ class RetryingCall:
 
 
 def start_retrying(
-    worker: Any,
+    worker: RetryingWorker,
     to: object,
     function: Callable[..., Any],
     args: Sequence[object] | None,

@@ -7,14 +7,21 @@ code runs.
 
 import dataclasses
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from telegrad import _core
 from telegrad.group.addresses import transport_of
+from telegrad.options import Options
 from telegrad.serialize.function_names import readable
+from telegrad.types import WorkerInfo
 from telegrad.worker import lifecycle_log
+from telegrad.worker.autograd_hooks import AutogradHooks
 from telegrad.worker.calls.callables import full_name_of
+from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.interceptors import carriers, internal
+from telegrad.worker.calls.messages import Messages
+from telegrad.worker.calls.retrying import Retries
+from telegrad.worker.closed import AnyEngine
 from telegrad.worker.diagnostics.debug_info import (
     BytesInfo,
     CallInfo,
@@ -28,6 +35,13 @@ from telegrad.worker.diagnostics.debug_info import (
     ReferencesInfo,
     RequestInfo,
 )
+from telegrad.worker.diagnostics.running import RunningHandlers
+from telegrad.worker.membership.members import Members
+from telegrad.worker.membership.service import MembershipService
+from telegrad.worker.refs.references import References
+from telegrad.worker.serving.handlers import Handlers
+from telegrad.worker.serving.once import RememberedRuns
+from telegrad.worker.serving.thread_pool import ThreadPool
 
 __all__ = ["snapshot"]
 
@@ -36,7 +50,28 @@ _UNNAMED = "a function by value, or a value"
 _INTERNAL = "a message that Telegrad processes"
 
 
-def snapshot(worker: Any) -> DebugInfo:
+class Inspected(lifecycle_log.Joined, Protocol):
+    """`telegrad.worker.worker.Worker`, as this module uses it."""
+
+    info: WorkerInfo
+    options: Options
+    incarnation: int
+    closed: bool
+    engine: AnyEngine
+    calls: Calls
+    retries: Retries
+    messages: Messages
+    handlers: Handlers
+    pool: ThreadPool
+    running: RunningHandlers
+    remembered_runs: RememberedRuns
+    members: Members
+    membership: MembershipService | None
+    references: References
+    autograd: AutogradHooks[Any]
+
+
+def snapshot(worker: Inspected) -> DebugInfo:
     """Return a snapshot of a worker.
 
     Any thread may call this, also if the worker hangs.
@@ -90,7 +125,7 @@ def snapshot(worker: Any) -> DebugInfo:
     )
 
 
-def _calls(worker: Any, core: _core.Snapshot, targets: dict[int, object]) -> list[CallInfo]:
+def _calls(worker: Inspected, core: _core.Snapshot, targets: dict[int, object]) -> list[CallInfo]:
     names, connected = worker.calls.names.texts(), {peer.id for peer in core.peers if peer.connection}
     retried, own = worker.retries.functions(), {full_name_of(each) for each in (*carriers, *internal)}
     calls = []
@@ -111,7 +146,7 @@ def _label(target: object) -> str:
     return function if isinstance(function, str) else full_name_of(function)
 
 
-def _requests(worker: Any, core: _core.Snapshot) -> list[RequestInfo]:
+def _requests(worker: Inspected, core: _core.Snapshot) -> list[RequestInfo]:
     """Return the requests, with functions and threads that only Python knows."""
     deferring, retried = worker.handlers.deferred_requests(), worker.remembered_runs.functions()
     running = {each.key: each for each in worker.running.snapshot()}
@@ -145,7 +180,7 @@ def _function(name: bytes) -> str:
     return readable(name) if name else _UNNAMED
 
 
-def _peers(worker: Any, core: _core.Snapshot | None) -> list[PeerInfo]:
+def _peers(worker: Inspected, core: _core.Snapshot | None) -> list[PeerInfo]:
     members = worker.members
     lost, departed = members.lost.copy(), members.departed.copy()
     sessions = {} if core is None else {peer.id: peer for peer in core.peers}
@@ -179,7 +214,7 @@ def _peers(worker: Any, core: _core.Snapshot | None) -> list[PeerInfo]:
     return peers
 
 
-def _connections(worker: Any, core: _core.Snapshot) -> list[ConnectionInfo]:
+def _connections(worker: Inspected, core: _core.Snapshot) -> list[ConnectionInfo]:
     return [
         ConnectionInfo(
             peer=worker.members.name_of(each.peer) if each.peer >= 0 else "",
@@ -200,7 +235,7 @@ def _where(connection: _core.ConnectionSnapshot) -> str:
     return f"from {transport}:{connection.source}" if connection.source else f"from {transport}"
 
 
-def _membership(worker: Any) -> MembershipInfo | None:
+def _membership(worker: Inspected) -> MembershipInfo | None:
     service = worker.membership
     if service is None:
         return None
@@ -217,7 +252,7 @@ def _membership(worker: Any) -> MembershipInfo | None:
     )
 
 
-def _limits(worker: Any, core: _core.Snapshot | None, references: ReferencesInfo | None) -> dict[str, LimitInfo]:
+def _limits(worker: Inspected, core: _core.Snapshot | None, references: ReferencesInfo | None) -> dict[str, LimitInfo]:
     found = (
         {} if core is None else {each.option: LimitInfo(each.used, each.limit, each.refused) for each in core.limits}
     )
@@ -232,7 +267,7 @@ def _limits(worker: Any, core: _core.Snapshot | None, references: ReferencesInfo
     return found
 
 
-def _references(worker: Any) -> ReferencesInfo | None:
+def _references(worker: Inspected) -> ReferencesInfo | None:
     references = worker.references
     lock = references.lock
     if not lock.acquire(timeout=_LOCK_TIMEOUT):

@@ -119,19 +119,19 @@ class AllowAll:
     """Policy of a worker that exposes everything."""
 
     admit: None = None
-    resolver: Callable[[bytes], Callable[[], Any]] = staticmethod(resolver)
-    find_function: Callable[[bytes], Any] = staticmethod(find_function)
-    method_of: Callable[[Any, str], Any] = staticmethod(method_of)
+    resolver: Callable[[bytes], Callable[[], object]] = staticmethod(resolver)
+    find_function: Callable[[bytes], object] = staticmethod(find_function)
+    method_of: Callable[[object, str], Any] = staticmethod(method_of)
 
-    def callee_of(self, function: bytes | Callable[..., Any]) -> Any:
+    def callee_of(self, function: bytes | Callable[..., object]) -> Any:
         """Return a function that a request carries as an argument: as a name, or itself."""
         return found(function)
 
-    def read(self, value: Any, name: str) -> Any:
+    def read(self, value: object, name: str) -> Any:
         """Return an attribute of a referenced value."""
         return getattr(value, name)
 
-    def method_of_module(self, value: Any, name: str) -> Any:
+    def method_of_module(self, value: torch.nn.Module, name: str) -> Any:
         """Return a method of a remote module."""
         return getattr(value, name)
 
@@ -177,7 +177,7 @@ class AllowList:
         if not self._names.has_name((module, path)):
             self._refuse_path((module, path))
 
-    def resolver(self, text: bytes) -> Callable[[], Any]:
+    def resolver(self, text: bytes) -> Callable[[], object]:
         """Return a function that resolves an exposed name, as `function_names.resolver`."""
         self.admit(text)
         path = parts_of(text)
@@ -188,13 +188,13 @@ class AllowList:
             return look_up
         return lambda: self._defined(look_up(), path)
 
-    def find_function(self, text: bytes) -> Any:
+    def find_function(self, text: bytes) -> object:
         """Return an exposed function by its name, as `callables.find_function`."""
         self.admit(text)
         path = parts_of(text)
         return _type_of if path == _TYPE else self._defined(find_function(text), path)
 
-    def callee_of(self, function: bytes | Callable[..., Any]) -> Any:
+    def callee_of(self, function: bytes | Callable[..., object]) -> Any:
         """Return a function that a request carries as an argument, if it is exposed."""
         if isinstance(function, bytes):
             return self.find_function(function)
@@ -208,7 +208,7 @@ class AllowList:
             return self.method_of(function, "__call__")
         return self.find_function(f"G{path[0]}\0{path[1]}".encode())
 
-    def method_of(self, value: Any, name: str) -> Any:
+    def method_of(self, value: object, name: str) -> Any:
         """Return a method of a referenced value, if it is exposed.
 
         Raises:
@@ -218,12 +218,12 @@ class AllowList:
         self._require_member(value, name)
         return method_of(value, name)
 
-    def read(self, value: Any, name: str) -> Any:
+    def read(self, value: object, name: str) -> Any:
         """Return an attribute of a referenced value, if it is exposed."""
         self._require_member(value, name)
         return getattr(value, name)
 
-    def method_of_module(self, value: Any, name: str) -> Any:
+    def method_of_module(self, value: torch.nn.Module, name: str) -> Any:
         """Return a method of a remote module: one of torch, or one that is exposed."""
         if name not in METHODS_OF_MODULES or not _has_method_of_torch(value, name):
             self._require_member(value, name)
@@ -235,7 +235,7 @@ class AllowList:
         """Return whether a name is listed as it is."""
         return self._names.has_name(path) or ":".join(path) in OWN_FUNCTIONS
 
-    def _defined(self, function: Any, path: Path) -> Any:
+    def _defined(self, function: object, path: Path) -> object:
         """Return a function that was found by its name, if the name exposes it.
 
         A module may have imported the function. Then a pattern exposes it by the place of its definition only.
@@ -245,7 +245,7 @@ class AllowList:
             self._refuse_path(path)
         return function
 
-    def _require_member(self, value: Any, name: str) -> None:
+    def _require_member(self, value: object, name: str) -> None:
         owner: type = value if isinstance(value, type) else type(value)
         definer = next((each for each in owner.__mro__ if name in each.__dict__), None)
         for kind in (owner, definer):
@@ -266,7 +266,7 @@ class AllowList:
         raise NotExposed(self._worker, what, f"There, decorate it with @rpc.expose, or call rpc.expose({name}).")
 
 
-def _has_method_of_torch(value: Any, name: str) -> bool:
+def _has_method_of_torch(value: object, name: str) -> bool:
     """Return whether a module has torch's method of this name, not an override."""
     if not isinstance(value, torch.nn.Module) or name in value.__dict__:
         return False

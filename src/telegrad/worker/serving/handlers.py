@@ -6,13 +6,15 @@ or encode, if the caller's torch state has to be entered, or if a result or an e
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from telegrad._core import Request
 from telegrad.errors import Cancelled, MessageTooLarge, NotInitialized, Overloaded, SerializationError, is_drop_in
+from telegrad.options import Options
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.exceptions import describe_exception, pack_exception
 from telegrad.serialize.program_pickler import ByPickler
@@ -21,13 +23,15 @@ from telegrad.serialize.tracebacks import clear_frames, frames_cleared, show_exc
 from telegrad.types import WorkerInfo
 from telegrad.wire import ALWAYS_TAKEN, Flag, LeftOut, Tag
 from telegrad.worker import process_hooks
+from telegrad.worker.autograd_hooks import AutogradHooks
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
 from telegrad.worker.calls.encoded import Encoded
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import Interceptors
 from telegrad.worker.calls.messages import Messages
-from telegrad.worker.closed import AnyEngine
+from telegrad.worker.closed import AnyEngine, AnyServer
+from telegrad.worker.membership.members import Members
 from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import clean_state, current
@@ -35,6 +39,7 @@ from telegrad.worker.serving.deferred_results import deferred_result
 from telegrad.worker.serving.event_loop import Deferred, EventLoop
 from telegrad.worker.serving.exposure import AllowAll, AllowList
 from telegrad.worker.serving.intercepted import InterceptedHandler
+from telegrad.worker.serving.once import RememberedRuns
 from telegrad.worker.serving.request_info import RequestInfo
 from telegrad.worker.serving.slow_request import SlowRequest
 
@@ -47,6 +52,18 @@ _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _STATE = int(Flag.NO_GRAD | Flag.INFERENCE)
 _LEFT_OUT, _KEEP_AS = int(Flag.LEFT_OUT), int(Flag.KEEP_AS)
 _MUST_DELIVER, _FAILED = int(Flag.MUST_DELIVER), int(Flag.FAILED)
+
+
+class HandlingWorker(Protocol):
+    """`telegrad.worker.worker.Worker`, as this module uses it."""
+
+    options: Options
+    closed: bool
+    ready: threading.Event
+    members: Members
+    autograd: AutogradHooks[Any]
+    server: AnyServer
+    remembered_runs: RememberedRuns
 
 
 class Handlers:
@@ -66,7 +83,7 @@ class Handlers:
 
     def __init__(
         self,
-        worker: Any,
+        worker: HandlingWorker,
         info: WorkerInfo,
         engine: AnyEngine,
         messages: Messages,
@@ -76,7 +93,7 @@ class Handlers:
         error_level: int,
         exposure: AllowAll | AllowList,
     ) -> None:
-        self.worker = worker
+        self.worker: HandlingWorker = worker
         self.exposure: AllowAll | AllowList = exposure
         self.engine = engine
         self.messages = messages

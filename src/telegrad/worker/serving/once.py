@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch.futures import Future
 
@@ -29,10 +29,11 @@ from telegrad.worker.calls import tracing
 from telegrad.worker.calls.callables import callee_of, found, full_name_of
 from telegrad.worker.calls.callables import run as run_function
 from telegrad.worker.calls.future import CallFuture
-from telegrad.worker.calls.interceptors import carriers
+from telegrad.worker.calls.interceptors import Find, Given, Shown, Split, carriers
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state, current, not_needed
 from telegrad.worker.serving.deferred_results import DeferredResult, deferred_result
+from telegrad.worker.serving.event_loop import EventLoop
 
 __all__ = ["RememberedRuns", "run_once"]
 
@@ -275,6 +276,14 @@ class RememberedRuns:
         return run
 
 
+class RememberingWorker(Protocol):
+    """`telegrad.worker.worker.Worker`, as this module uses it."""
+
+    engine: AnyEngine
+    loop: EventLoop
+    remembered_runs: RememberedRuns
+
+
 def run_once(
     key: Key, window: float, function: bytes | Callable[..., object], args: Sequence[object], kwargs: dict[str, object]
 ) -> Any:
@@ -292,8 +301,8 @@ def run_once(
     """
     scope = current.get()
     assert scope is not None
-    worker, request = scope.worker, (scope.connection, scope.call)
-    runs: RememberedRuns = worker.remembered_runs
+    worker: RememberingWorker = scope.worker
+    runs, request = worker.remembered_runs, (scope.connection, scope.call)
     callee: Any = callee_of(function)
     deadline = scope.deadline / 1e9 if scope.deadline else math.inf
     run, result_of_run = runs.enter(key, full_name_of(callee), request, window, deadline)
@@ -328,13 +337,12 @@ def run_once(
     return result
 
 
-def _is_canceled(worker: Any, request: RequestKey) -> bool:
+def _is_canceled(worker: RememberingWorker, request: RequestKey) -> bool:
     """Return whether the caller has canceled a request.
 
     The end of its session marks it as canceled too, but closes the connection first.
     """
-    engine: AnyEngine = worker.engine
-    return engine.is_canceled(*request) and engine.is_open(request[0])
+    return worker.engine.is_canceled(*request) and worker.engine.is_open(request[0])
 
 
 def _canceled() -> RuntimeError:
@@ -346,9 +354,9 @@ async def _result_of(run: CallFuture[Any]) -> object:
     return await run
 
 
-def _follow(worker: Any, key: Key, run: _Run, result: DeferredResult) -> Coroutine[Any, Any, object]:
+def _follow(worker: RememberingWorker, key: Key, run: _Run, result: DeferredResult) -> Coroutine[Any, Any, object]:
     """Remember a deferred result once it is done, and return a coroutine of it."""
-    runs: RememberedRuns = worker.remembered_runs
+    runs = worker.remembered_runs
     future = run.future
     assert future is not None
 
@@ -399,18 +407,16 @@ class _RunCarrier:
     kind = "retry"
     paths: Mapping[str, str] = MappingProxyType({"args[3]": "args", "args[4]": "kwargs", "args[2]": "the function"})
 
-    def show(
-        self, args: Sequence[Any], find: Callable[..., Any] = found, /
-    ) -> tuple[object, Sequence[Any], Mapping[str, Any]]:
+    def show(self, args: Given, find: Find = found, /) -> Shown:
         _, _, function, values, named = args
         return find(function), values, named
 
     def change(
-        self, args: Sequence[Any], function: object, values: Sequence[Any], named: Mapping[str, Any], /
-    ) -> tuple[Any, ...]:
+        self, args: Given, function: object, values: Sequence[object], named: Mapping[str, object], /
+    ) -> tuple[object, ...]:
         return *args[:2], function, tuple(values), dict(named)
 
-    def split(self, args: Sequence[Any], /) -> tuple[Carried, Sequence[Any], Mapping[str, Any]]:
+    def split(self, args: Given, /) -> Split:
         *head, values, named = args
         return Carried(tuple(head), (), False), values, named
 
