@@ -284,7 +284,7 @@ def test_a_signal_leaks_nothing(w0: Any, group: Cluster) -> None:
 @pytest.mark.parametrize("what", ["a call", "a creation"])
 def test_a_signal_while_an_earlier_creation_completes(w0: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread may process one completion while it makes the next request."""
-    process, armed = PendingCreation.on_outcome, threading.Event()
+    process, armed = PendingCreation.on_completion, threading.Event()
 
     def interrupted(creation: PendingCreation, outcome: Any) -> None:
         process(creation, outcome)
@@ -301,7 +301,7 @@ def test_a_signal_while_an_earlier_creation_completes(w0: Any, what: str, monkey
             rpc.rpc_sync("w1", echo) if what == "a call" else rpc.remote("w1", echo)
         armed.clear()
 
-    monkeypatch.setattr(PendingCreation, "on_outcome", interrupted)
+    monkeypatch.setattr(PendingCreation, "on_completion", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make_requests()
     assert rpc.rpc_sync("w1", echo) == ((), {})

@@ -1,4 +1,4 @@
-"""Results of handlers: values, coroutines, and futures of functions with the mark of `async_execution`."""
+"""Results of handlers that are awaited, and those that are values."""
 
 from collections.abc import Iterator
 from typing import Any

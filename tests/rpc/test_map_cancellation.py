@@ -126,7 +126,7 @@ def test_a_chunk_that_is_canceled_before_its_coroutines_begin(clean: Cluster) ->
     coroutines = [later(1), later(2)]
 
     async def main() -> None:
-        deferred = chunks._Deferred(coroutines)
+        deferred = chunks._DeferredResults(coroutines)
         task = asyncio.create_task(chunks._gather(clean[1]._worker, later, deferred, None, 0))
         del deferred
         await asyncio.sleep(0)  # begins the task, and not those of the coroutines

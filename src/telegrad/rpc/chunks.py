@@ -74,11 +74,11 @@ def run_chunk(function: bytes | Callable[[Any], object], items: list[Any], calle
                 failure = _pack(worker, error, caller)
     duration = perf_counter_ns() - began
     if has_deferred_results(run, results):
-        return _gather(worker, run, _Deferred(results), failure, caller)
+        return _gather(worker, run, _DeferredResults(results), failure, caller)
     return results, duration, failure
 
 
-class _Deferred(list[Any]):
+class _DeferredResults(list[Any]):
     """Results of a function, some deferred."""
 
     def __del__(self) -> None:
@@ -94,7 +94,9 @@ class _Deferred(list[Any]):
                 result.cancel()
 
 
-async def _gather(worker: Worker, function: object, deferred: _Deferred, failure: bytes | None, caller: int) -> Reply:
+async def _gather(
+    worker: Worker, function: object, deferred: _DeferredResults, failure: bytes | None, caller: int
+) -> Reply:
     """Await deferred results, all at once."""
     worker.handlers.name_deferred(full_name_of(function))
     results: list[Any] = []

@@ -86,21 +86,21 @@ def gather(
     me, leader = worker.info.name, min(names)
     _check_takes_part(me, names)
     if timeout == UNSET_RPC_TIMEOUT:
-        rpc_timeout, patience = worker.calls.default_timeout / 1e9, None
+        rpc_timeout, seconds = worker.calls.default_timeout / 1e9, None
     else:
-        patience = nanoseconds(timeout) / 1e9 or None
-        rpc_timeout = patience or 0.0
-    wait, values = _Patience(patience), None
+        seconds = nanoseconds(timeout) / 1e9 or None
+        rpc_timeout = seconds or 0.0
+    limit, values = _WaitLimit(seconds), None
     while True:
         if leader == me:
-            values = _lead(worker, purpose, value, names, wait, rpc_timeout, broadcast)
+            values = _lead(worker, purpose, value, names, limit, rpc_timeout, broadcast)
         else:
-            values = _follow(worker, purpose, value, names, wait, rpc_timeout, gather_to_leader)
+            values = _follow(worker, purpose, value, names, limit, rpc_timeout, gather_to_leader)
         if values is not None:
             return values
 
 
-class _Patience:
+class _WaitLimit:
     """Limit of a wait in seconds; None for no limit."""
 
     def __init__(self, seconds: float | None) -> None:
@@ -117,7 +117,7 @@ def _lead(
     purpose: str,
     value: object,
     names: set[str],
-    patience: _Patience,
+    limit: _WaitLimit,
     timeout: float,
     broadcast: Callable[..., object],
 ) -> dict[str, Any] | None:
@@ -131,14 +131,14 @@ def _lead(
     try:
         newest = text_of(gathering.newest(op.key))
         for text, waiting in outdated:
-            _tell_followers(worker, text, waiting - {me}, _AGAIN, newest, timeout)
+            _notify_followers(worker, text, waiting - {me}, _AGAIN, newest, timeout)
         gathering.collect(str(op), me, value, names)
         try:
-            if not _wait_for(worker, op, state, names, me, patience):
+            if not _wait_for(worker, op, state, names, me, limit):
                 state.is_running = False  # the next `begin` gives the workers that wait for it
                 return None
         except _Ended as e:
-            _tell_followers(worker, str(op), names - {me}, type(e).__name__, str(e), timeout)
+            _notify_followers(worker, str(op), names - {me}, type(e).__name__, str(e), timeout)
             raise
         _send_to_followers(worker, names - {me}, (str(op), state.gathered_objects), broadcast, timeout)
         return state.gathered_objects
@@ -152,7 +152,7 @@ def _follow(
     purpose: str,
     value: object,
     names: set[str],
-    patience: _Patience,
+    limit: _WaitLimit,
     timeout: float,
     gather_to_leader: Callable[..., object],
 ) -> dict[str, Any] | None:
@@ -165,9 +165,9 @@ def _follow(
                 worker.members.resolve(leader).id, gather_to_leader, (str(op), me, value, names), timeout
             ).wait()
             if newest is not None and state.failure is None:
-                gathering.hear(op.key, ordinals_of(newest))
+                gathering.receive_ordinals(op.key, ordinals_of(newest))
                 return None
-        return state.gathered_objects if _wait_for(worker, op, state, names, leader, patience) else None
+        return state.gathered_objects if _wait_for(worker, op, state, names, leader, limit) else None
     finally:
         gathering.finish(op)
 
@@ -204,16 +204,16 @@ def broadcast_to(worker: Worker, value: object, source: str, names: set[str], ti
         while followers:
             ids = {name: gathering.next_id((me, name), purpose) for name in followers}
             texts = {name: str(op) for name, op in ids.items()}
-            replies = _send_to_followers(worker, followers, (texts, {source: value}), _hear_broadcast, timeout)
+            replies = _send_to_followers(worker, followers, (texts, {source: value}), _receive_broadcast, timeout)
             followers = {name for name, newest in replies.items() if newest is not None}
             for name in followers:  # new processes, of which this worker has not known
-                gathering.hear(ids[name].key, ordinals_of(replies[name]))
+                gathering.receive_ordinals(ids[name].key, ordinals_of(replies[name]))
         return value
-    patience = _Patience(timeout or None)
+    limit = _WaitLimit(timeout or None)
     while True:
         op, state, _ = gathering.begin((source, me), purpose)
         try:
-            if _wait_for(worker, op, state, {source}, source, patience):
+            if _wait_for(worker, op, state, {source}, source, limit):
                 return state.gathered_objects[source]
         finally:
             gathering.finish(op)
@@ -224,7 +224,7 @@ def _send_to_followers(
 ) -> dict[str, Any]:
     """Call a function on followers and return the results."""
     followers = sorted(names)
-    told = call_many(
+    futures = call_many(
         worker.calls,
         [worker.members.resolve(name).id for name in followers],
         broadcast,
@@ -234,7 +234,7 @@ def _send_to_followers(
         int(Flag.INTERNAL),
     )
     errors, results = [], {}
-    for name, future in zip(followers, told, strict=True):
+    for name, future in zip(followers, futures, strict=True):
         try:
             results[name] = future.wait()
         except RuntimeError as e:
@@ -250,7 +250,7 @@ def _send_to_followers(
 
 
 def _wait_for(
-    worker: Worker, op: OperationId, state: AllGatherStates, names: set[str], leader: str, patience: _Patience
+    worker: Worker, op: OperationId, state: AllGatherStates, names: set[str], leader: str, limit: _WaitLimit
 ) -> bool:
     """Wait until all values have arrived.
 
@@ -267,7 +267,7 @@ def _wait_for(
     with members.on_change(signal.set):
         while True:
             signal.clear()
-            left = patience.left()
+            left = limit.left()
             if set(state.gathered_objects) >= names:
                 return True
             if state.failure is not None:
@@ -279,9 +279,7 @@ def _wait_for(
             _check_losses(worker, op, needed, replaced)
             if left == 0.0:
                 missing = sorted(names - set(state.gathered_objects)) if leader == me else [leader]
-                raise TelegradError(
-                    f"Followers {missing} timed out in _all_gather after {patience.seconds:.2f} seconds."
-                )
+                raise TelegradError(f"Followers {missing} timed out in _all_gather after {limit.seconds:.2f} seconds.")
             if not is_connected:
                 is_connected = True
                 worker.ensure_connected(info.id for info in members.infos() if info.name in needed - {me})
@@ -305,13 +303,13 @@ def _check_losses(worker: Worker, op: OperationId, needed: set[str], replaced: s
         raise LostWhileGathering(f"workers {', '.join(sorted(lost | replaced))} were lost while the group gathered")
 
 
-def _tell_followers(worker: Worker, sequence_id: str, names: set[str], kind: str, text: str, timeout: float) -> None:
+def _notify_followers(worker: Worker, sequence_id: str, names: set[str], kind: str, text: str, timeout: float) -> None:
     """Send the leader's failure to the followers without waiting for replies."""
     there = names - worker.members.lost_names()
     for info in worker.members.infos():
         if info.name in there:
             what = (sequence_id, kind, text)
-            worker.start_internal(info.id, _hear_of_failure, what, timeout).add_done_callback(_read_result)
+            worker.start_internal(info.id, _receive_failure, what, timeout).add_done_callback(_read_result)
 
 
 def _read_result(done: Future[object]) -> None:
@@ -319,7 +317,7 @@ def _read_result(done: Future[object]) -> None:
         done.value()
 
 
-def _hear_of_failure(sequence_id: str, kind: str, text: str) -> None:
+def _receive_failure(sequence_id: str, kind: str, text: str) -> None:
     """Run on the followers: end their wait, or let them begin again."""
     gathering = _gathering_here()
     if kind == _AGAIN:
@@ -329,7 +327,7 @@ def _hear_of_failure(sequence_id: str, kind: str, text: str) -> None:
     gathering.fail(sequence_id, failures[kind](text))
 
 
-def _hear_broadcast(sequence_ids: dict[str, str], values: dict[str, object]) -> str | None:
+def _receive_broadcast(sequence_ids: dict[str, str], values: dict[str, object]) -> str | None:
     """Run on the followers of a broadcast: store the value. The ids are by follower."""
     gathering = _gathering_here()
     return gathering.proceed(sequence_ids[gathering.name], values)

@@ -73,7 +73,7 @@ class _Sequence:
 
     def __init__(self, ordinals: tuple[int, ...]) -> None:
         self.ordinals = ordinals  # that this worker uses
-        self.heard = ordinals  # the largest ones in messages
+        self.received = ordinals  # the largest ones in messages
         self.number = 0
 
 
@@ -139,7 +139,7 @@ class Gathering:
         known = self._known(key[1])
         with self.lock:
             sequence = self._sequences.get(key)
-            return known if sequence is None else _largest(known, sequence.heard)
+            return known if sequence is None else _largest(known, sequence.received)
 
     def finish(self, op: OperationId) -> None:
         """Forget an operation, and what arrives for it from now on."""
@@ -148,13 +148,13 @@ class Gathering:
 
     # ---- called by handlers
 
-    def hear(self, key: tuple[str, tuple[str, ...]], ordinals: tuple[int, ...]) -> None:
+    def receive_ordinals(self, key: tuple[str, tuple[str, ...]], ordinals: tuple[int, ...]) -> None:
         """Take note of the processes that another worker knows."""
         with self.lock:
             sequence = self._sequences.setdefault(key, _Sequence(ordinals))
-            if not _is_older(sequence.heard, ordinals):
+            if not _is_older(sequence.received, ordinals):
                 return
-            sequence.heard = _largest(sequence.heard, ordinals)
+            sequence.received = _largest(sequence.received, ordinals)
             for text, state in self.states.items():
                 it = OperationId.parse(text)
                 if state.is_running and it is not None and it.key == key:
@@ -177,7 +177,7 @@ class Gathering:
         with self.lock:
             state = self.states.get(sequence_id)
             if op is not None and not (state and state.is_running):
-                self.hear(op.key, op.ordinals)
+                self.receive_ordinals(op.key, op.ordinals)
                 newest = self.newest(op.key)
                 if _is_older(op.ordinals, newest):
                     return text_of(newest)
@@ -221,7 +221,7 @@ class Gathering:
         op = OperationId.parse(sequence_id)
         with self.lock:
             if op is not None:
-                self.hear(op.key, ordinals)
+                self.receive_ordinals(op.key, ordinals)
             state = self.states.get(sequence_id)
             if state is not None and state.is_running:
                 state.is_outdated = True
@@ -233,7 +233,7 @@ class Gathering:
         if op is not None and sequence_id not in self.states:
             if self._is_for_predecessor(op):
                 return None
-            self.hear(op.key, op.ordinals)
+            self.receive_ordinals(op.key, op.ordinals)
             if self._is_over(op) or _is_older(op.ordinals, self._sequences[op.key].ordinals):
                 return None
         return self.states.setdefault(sequence_id, AllGatherStates())

@@ -45,11 +45,11 @@ def register_service(name: str, value: object) -> None:
         raise TypeError(f"the name of a service is a string, but got {name!r}")
     worker = open_worker()
     service = membership_of(worker)
-    mine = sealed([name, worker.info.name, worker.info.id, worker.incarnation], worker.group)
+    own = sealed([name, worker.info.name, worker.info.id, worker.incarnation], worker.group)
     store = service.log.store
     while True:
         found = store.get(_key(name))
-        if found is not None and found != mine:
+        if found is not None and found != own:
             _, owner, number, incarnation = unsealed(found, worker.group)
             service.refresh()
             if service.log.view.has(number, incarnation):
@@ -61,7 +61,7 @@ def register_service(name: str, value: object) -> None:
         with ExitStack() as undo:
             undo.callback(_put_back, services, name, services.get(name))
             services[name] = value if isinstance(value, RRef) else RRef(value)  # others may ask for it at once
-            if store.compare_set(_key(name), found, mine) == mine:
+            if store.compare_set(_key(name), found, own) == own:
                 undo.pop_all()
                 return
 

@@ -167,7 +167,7 @@ def join(
     store: Store, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions | None
 ) -> Worker:
     """Create the worker, and wait for the other workers of a static group."""
-    options, mine = as_options(rpc_backend_options), device_maps.devices_of(rpc_backend_options)
+    options, own_devices = as_options(rpc_backend_options), device_maps.devices_of(rpc_backend_options)
     static = bool(world_size)
     if static and rank < 0:
         raise ValueError(f"rank parameter missing: worker {name} was given a world_size of {world_size} but no rank.")
@@ -177,7 +177,7 @@ def join(
     timeout = stores.rendezvous_timeout(options)
     if not static:
         group = rendezvous.agree(store, given_secret(options), False, 0)
-        device_maps.check({name: mine}, False)
+        device_maps.check({name: own_devices}, False)
         store_at = addresses.store_host(options.init_method, store)
         worker = joining.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
         lifecycle_log.joined(worker)
@@ -185,7 +185,7 @@ def join(
     attempts = Attempts(store, name, rank, timeout, Timing(options.member_lease))
     while True:
         try:
-            return _join_static(attempts, name, rank, world_size or 0, options, mine, timeout)
+            return _join_static(attempts, name, rank, world_size or 0, options, own_devices, timeout)
         except rendezvous.JoinRefused as e:
             if not attempts.another(e):
                 raise
@@ -212,7 +212,7 @@ def _join_static(
     rank: int,
     world_size: int,
     options: Options,
-    mine: device_maps.Devices,
+    own_devices: device_maps.Devices,
     timeout: float,
 ) -> Worker:
     """Join the latest attempt of a static group."""
@@ -225,7 +225,7 @@ def _join_static(
         if founders is not None:
             info = WorkerInfo(name, rank)
             worker = joining.rejoin_static(
-                store, info, group, founders, options, store_at, _LAYERS, tuple(mine), attempts.wait(timeout)
+                store, info, group, founders, options, store_at, _LAYERS, tuple(own_devices), attempts.wait(timeout)
             )
             lifecycle_log.joined(worker)
             return worker
@@ -236,7 +236,7 @@ def _join_static(
     with _failure_marked(store, rank):
         worker, service = joining.create_worker(reservation, log, group, options, store_at, _LAYERS)
     try:
-        member = worker.member._replace(devices=tuple(mine))
+        member = worker.member._replace(devices=tuple(own_devices))
         members = rendezvous.gather_static(store, member, group, world_size, attempts.wait(timeout))
         if next(each for each in members if each.id == rank).incarnation != member.incarnation:
             raise rendezvous.Outdated
@@ -248,7 +248,7 @@ def _join_static(
         joining.serve(worker, service, store)
     except rendezvous.Outdated:
         worker.close()
-        return _join_static(attempts, name, rank, world_size, options, mine, timeout)  # it finds the list
+        return _join_static(attempts, name, rank, world_size, options, own_devices, timeout)  # it finds the list
     except BaseException:
         worker.close()
         raise

@@ -55,26 +55,26 @@ class PendingCreation:
         self._incomplete_future: CreationFuture | None = None  # until it is completed
         self.is_intercepted: bool = False
 
-    def __call__(self, outcome: Outcome) -> None:
+    def __call__(self, completion: Outcome) -> None:
         """Process the completion of the call; the pool completes the future."""
-        self.on_outcome(outcome)
+        self.on_completion(completion)
         if self._incomplete_future is not None:
             self._worker.pool.submit(self.complete)
 
-    def on_outcome(self, outcome: Outcome) -> None:
+    def on_completion(self, completion: Outcome) -> None:
         """Process the completion of the call, without completing the future."""
-        if outcome[0] == _REPLIED and outcome[1] == _CREATED and not outcome[2] & _SLOW_FLAGS:
+        if completion[0] == _REPLIED and completion[1] == _CREATED and not completion[2] & _SLOW_FLAGS:
             if not self._worker.references.finish_creation(self, True):
                 self.finish(None)
             return
         try:
-            self._worker.calls.result(outcome, self._request)
+            self._worker.calls.result(completion, self._request)
         except BaseException as e:
             self.finish(e.with_traceback(None))
             if is_interrupt(e):  # the creation had to end first
                 raise
         else:
-            self.finish(None, bool(outcome[2] & _FAILED))
+            self.finish(None, bool(completion[2] & _FAILED))
 
     def finish(self, error: BaseException | None, owner_has_error: bool = False) -> None:
         """Record the result of the call; a future that is created later ends with it.
@@ -188,7 +188,7 @@ class CreationFuture(CallFuture[None]):
         failure = self.creation.failure
         return super()._failed(error) if failure is None else failure
 
-    def __call__(self, outcome: Outcome) -> None:
+    def __call__(self, completion: Outcome) -> None:
         """Process the completion, in the thread that waits for it."""
-        self.creation.on_outcome(outcome)
+        self.creation.on_completion(completion)
         self.creation.complete()

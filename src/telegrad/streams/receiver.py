@@ -2,7 +2,7 @@
 
 At most one request for items is in progress. The next one leaves when its batch arrives, as long as the items and bytes
 ahead of the reader stay within their limits. A generator that waits within a step may hold back items of its batch:
-a reader that has waited for `PATIENCE` asks for them with a second request (`flush`).
+a reader that has waited for `FLUSH_DELAY` asks for them with a second request (`flush`).
 """
 
 import threading
@@ -25,9 +25,9 @@ from telegrad.worker import Worker
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.scope import Scope
 
-__all__ = ["PATIENCE", "Receiver"]
+__all__ = ["FLUSH_DELAY", "Receiver"]
 
-PATIENCE: Final = 200_000
+FLUSH_DELAY: Final = 200_000
 """Time in ns that a reader waits before it asks for items that the callee holds back."""
 
 _MOST_BYTES: Final = 32 << 20  # ahead of the reader, apart from the batch in progress
@@ -71,7 +71,7 @@ class Receiver:
     _is_opening = True  # no reply to the request that opens the stream has arrived
     _pulls = 0
     _may_hold = False  # the callee may hold items of the request in progress back
-    _is_slow = False  # the reader has waited longer than its patience since the last arrival
+    _is_slow = False  # the reader has waited longer than `FLUSH_DELAY` since the last arrival
     _is_pulling = True  # a request is in progress, or about to be sent
     _pull: CallFuture[WireBatch] | None = None
     _flush: CallFuture[WireBatch | None] | None = None
@@ -160,7 +160,7 @@ class Receiver:
                 raise
 
     def flush(self) -> None:
-        """Request what the callee holds back, for a reader that waited `PATIENCE`."""
+        """Request what the callee holds back, for a reader that waited `FLUSH_DELAY`."""
         with self.lock:
             self._is_slow = True
             if self._is_live or not self._may_hold or not self._is_pulling or self._flushing is not None:

@@ -9,7 +9,7 @@ from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 from telegrad.errors import StreamError
 from telegrad.serialize.tracebacks import strip_own_frames
 from telegrad.streams.read_errors import STATE_GRACE
-from telegrad.streams.receiver import PATIENCE, Receiver
+from telegrad.streams.receiver import FLUSH_DELAY, Receiver
 from telegrad.worker import Worker, current
 from telegrad.worker.calls.callables import checked_arguments, name_of
 from telegrad.worker.scope import Scope, caller_flags
@@ -77,7 +77,7 @@ class Stream(Generic[T_co]):
                 if asyncio._get_running_loop() is not None:
                     check_blocking("reading a stream", "`async for`")
                 until = time.monotonic_ns() + receiver.timeout if receiver.timeout else 0
-                receiver.drive(min(PATIENCE, receiver.timeout) if until else PATIENCE)
+                receiver.drive(min(FLUSH_DELAY, receiver.timeout) if until else FLUSH_DELAY)
                 items, more = receiver.take(me)
                 while items is None and more:
                     receiver.flush()
@@ -132,13 +132,13 @@ class Stream(Generic[T_co]):
         receiver.wake = wake
         try:
             until = time.monotonic_ns() + receiver.timeout if receiver.timeout else 0
-            patience: int | None = PATIENCE
+            delay: int | None = FLUSH_DELAY
             while True:  # each arrival, also of an answer to `flush`, may be the time for another one
                 arrived.clear()
                 items, more = receiver.take(me)
                 if items is not None or not more:
                     break
-                if patience is None:
+                if delay is None:
                     receiver.flush()
                 left = until - time.monotonic_ns() if until else None
                 if left is not None and left <= 0:
@@ -147,9 +147,9 @@ class Stream(Generic[T_co]):
                     if receiver.has_expired:
                         receiver.expire()
                     continue
-                limits = [limit for limit in (left, patience) if limit is not None]
+                limits = [limit for limit in (left, delay) if limit is not None]
                 if not await _wait_until_set(arrived, min(limits) if limits else None):
-                    patience = None
+                    delay = None
         finally:
             receiver.wake = None
             receiver.end_read()

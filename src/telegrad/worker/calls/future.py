@@ -266,7 +266,7 @@ class CallFuture(torch.futures.Future[T]):
         return self._source or self
 
     def _report_late_reply(self) -> None:
-        """Report that a value has arrived after the timeout, for which the future has failed already."""
+        """Report that a value has arrived after the future has failed."""
         if self._on_late_reply is not None:
             self._on_late_reply()
 

@@ -109,14 +109,14 @@ def _first_failure(futures: list[Future[T]]) -> Future[T] | None:
 
     def completed(future: Future[T]) -> None:
         nonlocal left
-        outcome = future if _has_failed(future) else None
+        failed = future if _has_failed(future) else None
         with lock:
             if left <= 0:
                 return  # decided already
-            left = 0 if outcome is not None else left - 1
+            left = 0 if failed is not None else left - 1
             if left:
                 return
-        decided.set_result(outcome)
+        decided.set_result(failed)
 
     for future in futures:
         _add_done_callback(future, lambda _, future=future: completed(future))

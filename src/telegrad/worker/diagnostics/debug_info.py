@@ -14,7 +14,7 @@ __all__ = [
     "MembershipInfo",
     "PeerInfo",
     "ReferencesInfo",
-    "RequestInfo",
+    "ServedRequestInfo",
 ]
 
 _MOST_LINES = 20  # of one part in the text
@@ -39,7 +39,7 @@ class CallInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestInfo:
+class ServedRequestInfo:
     """Request that this worker serves.
 
     Attributes:
@@ -268,7 +268,7 @@ class DebugInfo:
     counts: CountsInfo
     calls: tuple[CallInfo, ...]
     retries: tuple[str, ...]
-    requests: tuple[RequestInfo, ...]
+    requests: tuple[ServedRequestInfo, ...]
     peers: tuple[PeerInfo, ...]
     connections: tuple[ConnectionInfo, ...]
     membership: MembershipInfo | None
@@ -326,7 +326,7 @@ def _call(call: CallInfo) -> str:
     return f"{call.function} on {call.to}: {call.state}, {call.age:.1f} s"
 
 
-def _request(request: RequestInfo) -> str:
+def _request(request: ServedRequestInfo) -> str:
     left = "" if request.time_left is None else f", {request.time_left:.1f} s left"
     thread = f", on {request.thread}" if request.thread else ""
     return f"{request.function} from {request.caller}: {request.state} for {request.age:.1f} s{left}{thread}"

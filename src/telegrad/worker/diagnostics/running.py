@@ -2,7 +2,7 @@
 
 A pool thread runs in a context of its own (`ThreadPool.contexts`). Its scope, which the native server sets, names the
 request; the engine has the caller, and the time at which the thread took it. So the path of a call keeps no records for
-these snapshots. A coroutine has the scope of its request, too, and `Deferred` the rest.
+these snapshots. A coroutine has the scope of its request, too, and `DeferredRequest` the rest.
 """
 
 import time
@@ -16,7 +16,7 @@ from telegrad import _core
 from telegrad.worker.calls import callables, interceptors
 from telegrad.worker.scope import Scope, current
 from telegrad.worker.serving import intercepted, once
-from telegrad.worker.serving.event_loop import Deferred, EventLoop
+from telegrad.worker.serving.event_loop import DeferredRequest, EventLoop
 from telegrad.worker.serving.thread_pool import ThreadPool
 
 __all__ = ["NATIVE_FUNCTION", "RunningHandlers", "RunningRequest"]
@@ -78,7 +78,7 @@ class RunningHandlers:
         self,
         pool: ThreadPool,
         loop: EventLoop,
-        deferred: Callable[[], dict[tuple[int, int], Deferred]],
+        deferred: Callable[[], dict[tuple[int, int], DeferredRequest]],
         find_request: Callable[[int, int], _core.RequestSnapshot | None],
         name_of: Callable[[int], str],
         clock: Callable[[], int] = time.monotonic_ns,

@@ -33,7 +33,7 @@ from telegrad.worker.diagnostics.debug_info import (
     MembershipInfo,
     PeerInfo,
     ReferencesInfo,
-    RequestInfo,
+    ServedRequestInfo,
 )
 from telegrad.worker.diagnostics.running import RunningHandlers
 from telegrad.worker.membership.members import Members
@@ -146,7 +146,7 @@ def _label(target: object) -> str:
     return function if isinstance(function, str) else full_name_of(function)
 
 
-def _requests(worker: Inspected, core: _core.Snapshot) -> list[RequestInfo]:
+def _requests(worker: Inspected, core: _core.Snapshot) -> list[ServedRequestInfo]:
     """Return the requests, with functions and threads that only Python knows."""
     deferring, retried = worker.handlers.deferred_requests(), worker.remembered_runs.functions()
     running = {each.key: each for each in worker.running.snapshot()}
@@ -160,19 +160,19 @@ def _requests(worker: Inspected, core: _core.Snapshot) -> list[RequestInfo]:
         on_thread = running.get(key)
         if each.state == "queued":
             left = (each.deadline - core.at) / 1e9 if each.deadline else None
-            found.append(RequestInfo(_function(each.name), caller, each.state, age, left))
+            found.append(ServedRequestInfo(_function(each.name), caller, each.state, age, left))
         elif on_thread is not None:
             function = retried.get(key) or on_thread.function
-            found.append(RequestInfo(function, caller, "running", age, on_thread.time_left, on_thread.thread))
+            found.append(ServedRequestInfo(function, caller, "running", age, on_thread.time_left, on_thread.thread))
         elif each.state == "parked":
-            found.append(RequestInfo(_function(each.name), caller, each.state, age))
+            found.append(ServedRequestInfo(_function(each.name), caller, each.state, age))
         else:
-            found.append(RequestInfo(_INTERNAL, caller, each.state, age))
+            found.append(ServedRequestInfo(_INTERNAL, caller, each.state, age))
     for key, request in deferring.items():
         age = (core.at - since.get(key, int(request.since * 1e9))) / 1e9
         left = (request.deadline - core.at) / 1e9 if request.deadline else None
         function = retried.get(key) or request.function
-        found.append(RequestInfo(function, worker.members.name_of(request.peer), "deferred", max(age, 0.0), left))
+        found.append(ServedRequestInfo(function, worker.members.name_of(request.peer), "deferred", max(age, 0.0), left))
     return sorted(found, key=lambda request: -request.age)
 
 

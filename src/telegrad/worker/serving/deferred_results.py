@@ -1,4 +1,7 @@
-"""Results of handlers that are awaited: coroutines, and futures of functions with the mark of `async_execution`."""
+"""Results of handlers that are awaited.
+
+These are coroutines, and futures of functions with the mark of `async_execution`.
+"""
 
 from collections.abc import Coroutine, Iterable
 from types import CoroutineType
@@ -25,7 +28,9 @@ def mark_async(function: object) -> None:
 
 
 def deferred_result(function: object, result: object) -> DeferredResult | None:
-    """Return a result that has to be awaited, or None if it is a value. `is_deferred` of the core does the same.
+    """Return a result that has to be awaited, or None if it is a value.
+
+    `is_deferred` in csrc/python/request.cc has the same rule.
 
     Args:
         function: The function that has returned the result.

@@ -22,7 +22,7 @@ from telegrad.worker.calls.tracing import Recording, recording
 from telegrad.worker.scope import Autocast, Scope, caller_flags, caller_state, current
 from telegrad.worker.serving.torch_state import CoroutineTorchState
 
-__all__ = ["Deferred", "EventLoop", "check_blocking"]
+__all__ = ["DeferredRequest", "EventLoop", "check_blocking"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -208,7 +208,7 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) ->
         loop.call_soon_threadsafe(callback)
 
 
-class Deferred:
+class DeferredRequest:
     """Request with a deferred result, and how to cancel its work.
 
     Args:

@@ -36,7 +36,7 @@ from telegrad.worker.refs.owned_value import OwnedValue
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import clean_state, current
 from telegrad.worker.serving.deferred_results import deferred_result
-from telegrad.worker.serving.event_loop import Deferred, EventLoop
+from telegrad.worker.serving.event_loop import DeferredRequest, EventLoop
 from telegrad.worker.serving.exposure import AllowAll, AllowList
 from telegrad.worker.serving.intercepted import InterceptedHandler
 from telegrad.worker.serving.once import RememberedRuns
@@ -107,14 +107,14 @@ class Handlers:
         self._submit = submit
         self._error_level = error_level
         self.interceptors: Interceptors = Interceptors(self.update_recording)
-        self._deferred: dict[tuple[int, int], Deferred] = {}  # requests with a deferred result
+        self._deferred: dict[tuple[int, int], DeferredRequest] = {}  # requests with a deferred result
 
     @property
     def async_calls(self) -> int:
         """Return the number of requests with a deferred result."""
         return len(self._deferred)
 
-    def deferred_requests(self) -> dict[tuple[int, int], Deferred]:
+    def deferred_requests(self) -> dict[tuple[int, int], DeferredRequest]:
         """Return the requests with a deferred result by connection and call."""
         return self._deferred.copy()
 
@@ -251,11 +251,11 @@ class Handlers:
         elif isinstance(waiting, CallFuture):
             deferred.begin(waiting.cancel)
 
-    def _defer(self, info: RequestInfo, function: object) -> Deferred:
+    def _defer(self, info: RequestInfo, function: object) -> DeferredRequest:
         """Register a request with a deferred result, before the result can arrive."""
         if isinstance(function, InterceptedHandler):
             function = function.function
-        deferred = self._deferred[info.connection, info.call] = Deferred(info.peer, function, info.deadline)
+        deferred = self._deferred[info.connection, info.call] = DeferredRequest(info.peer, function, info.deadline)
         if info.target is None and self.engine.detach(info.connection, info.call, True):
             self._cancel(deferred, info.connection, info.call)
         return deferred
@@ -267,7 +267,7 @@ class Handlers:
         if deferred is not None:
             self._cancel(deferred, connection, call)
 
-    def _cancel(self, deferred: Deferred, connection: int, call: int) -> None:
+    def _cancel(self, deferred: DeferredRequest, connection: int, call: int) -> None:
         if self.engine.is_open(connection):  # else the caller may ask again in its next session
             self.worker.remembered_runs.cancel((connection, call))
         deferred.cancel()
