@@ -214,7 +214,7 @@ class _Conversion:
 
         Gradients of complex tensors often have it.
         """
-        is_dense = value.layout is torch.strided and value.device.type == "cpu" and not value.is_nested
+        is_dense = value.layout is torch.strided and value.is_cpu and not value.is_nested
         if not is_dense or not (value.is_conj() or value.is_neg()):
             return value
         memory_of(value)  # torch would read past the end of a storage that is too small

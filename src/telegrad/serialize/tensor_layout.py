@@ -42,7 +42,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and not tensor.is_nested
         and tensor.dtype in CODE_OF_DTYPE
         and not tensor.is_neg()

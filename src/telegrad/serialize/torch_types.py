@@ -45,7 +45,7 @@ def reduce_special_tensor(tensor: torch.Tensor) -> Reduced:
         # Materialize lazy conjugation and negation.
         plain = tensor.detach().resolve_conj().resolve_neg()
         return (_require_grad, (plain,)) if tensor.requires_grad else (_as_is, (plain,))
-    if tensor.layout is torch.strided and tensor.device.type == "cpu" and not (tensor.is_nested or tensor.is_quantized):
+    if tensor.layout is torch.strided and tensor.is_cpu and not (tensor.is_nested or tensor.is_quantized):
         return _reduce_by_bytes(tensor)
     if tensor.layout not in (torch.strided, *_SPARSE):
         raise SerializationError(NO_LAYOUT.format(tensor.layout))

@@ -131,12 +131,12 @@ def _is_small(tensor: Tensor) -> bool:
     """Return whether a tensor has all its memory and is cheap to copy."""
     return (
         tensor.layout is torch.strided
-        and tensor.nbytes <= _SMALL
+        and (nbytes := tensor.nbytes) <= _SMALL
         and not tensor.requires_grad
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu  # costs a fifth of `device.type`
         and tensor.is_contiguous()
-        and tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.element_size() + tensor.nbytes
-        and not (tensor.nbytes and tensor.data_ptr() == 0)
+        and tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + nbytes
+        and not (nbytes and tensor.data_ptr() == 0)
     )
 
 

@@ -58,7 +58,7 @@ MODIFIED: Final = (
 
 def is_shared(tensor: torch.Tensor) -> bool:
     """Return whether other processes share the tensor's memory."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
         return False
     shared: bool = tensor.is_shared()  # type: ignore[no-untyped-call]
     return shared
