@@ -18,11 +18,11 @@ from telegrad.rpc.calls import Args, Kwargs
 from telegrad.rref import RRef
 from telegrad.rref.description import known_class
 from telegrad.worker import Worker
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.callables import checked_arguments
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.messages import is_serializing
 from telegrad.worker.default_worker import current_worker
-from telegrad.worker.serving.event_loop import check_blocking
 
 __all__ = ["PICKLE", "RemoteModule", "refuse"]
 

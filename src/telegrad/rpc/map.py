@@ -24,12 +24,12 @@ from telegrad.serialize.tracebacks import is_of_signal_handler, strip_own_frames
 from telegrad.types import To, WorkerInfo
 from telegrad.waits import SIGNAL_CHECK_INTERVAL
 from telegrad.worker import Worker
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.future import CallFuture, Deferred
 from telegrad.worker.calls.retry_policy import Retry, require_retry
 from telegrad.worker.calls.retrying import start_retrying
 from telegrad.worker.default_worker import current_worker
-from telegrad.worker.serving.event_loop import check_blocking
 
 __all__ = ["map"]
 

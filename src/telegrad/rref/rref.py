@@ -29,11 +29,11 @@ from telegrad.serialize.tracebacks import strip_own_frames
 from telegrad.streams.stream import PREFETCH, Stream
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker, current
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.callables import read_attribute
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.default_worker import current_worker
 from telegrad.worker.scope import remaining
-from telegrad.worker.serving.event_loop import check_blocking
 
 __all__ = ["RRef"]
 

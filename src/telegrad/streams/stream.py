@@ -11,9 +11,9 @@ from telegrad.serialize.tracebacks import strip_own_frames
 from telegrad.streams.read_errors import STATE_GRACE
 from telegrad.streams.receiver import FLUSH_DELAY, Receiver
 from telegrad.worker import Worker, current
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.callables import checked_arguments, name_of
 from telegrad.worker.scope import Scope, caller_flags
-from telegrad.worker.serving.event_loop import check_blocking
 
 __all__ = ["PREFETCH", "Stream", "open_stream"]
 

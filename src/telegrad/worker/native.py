@@ -14,6 +14,7 @@ from telegrad.options import Options
 from telegrad.serialize.function_names import BY_VALUE
 from telegrad.types import WorkerInfo
 from telegrad.worker.autograd_hooks import AutogradHooks
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.callables import checked_arguments, rerun_for_torch_error
 from telegrad.worker.calls.client import CallForm, Calls
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
@@ -21,7 +22,6 @@ from telegrad.worker.calls.interceptors import active
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.scope import Scope, autocast_is_on, caller_flags, clean_state, current
-from telegrad.worker.serving.event_loop import check_blocking
 from telegrad.worker.serving.handlers import Handlers
 from telegrad.worker.serving.request_info import RequestInfo
 

@@ -49,7 +49,7 @@ from telegrad.worker.serving.dispatch import Dispatcher
 from telegrad.worker.serving.event_loop import EventLoop
 from telegrad.worker.serving.exposure import ALLOW_ALL, AllowList
 from telegrad.worker.serving.handlers import Handlers
-from telegrad.worker.serving.once import RememberedRuns
+from telegrad.worker.serving.once import RememberedRuns, run_once
 from telegrad.worker.serving.thread_pool import CANCEL, COMPLETION, EVENT, ONEWAY, ThreadPool
 from telegrad.worker.timers import Timers
 from telegrad.worker.unread_failures import log_unread
@@ -203,7 +203,7 @@ class Worker(MemberChanges):
             self.pool, self.loop, self.handlers.deferred_requests, self.find_request, self.members.name_of
         )
         self.calls.open_work = OpenWork(self.timers.call_later, self.pool.submit)
-        self.retries: Retries = Retries()
+        self.retries: Retries = Retries(run_once)
         self.remembered_runs: RememberedRuns = RememberedRuns(self.timers.call_later, options.retry_results_bytes)
         self.watchdog: Watchdog = Watchdog(
             info.name, options.stuck_handler_timeout, self.running, self.timers.call_later

@@ -16,10 +16,10 @@ import torch
 from telegrad import _core
 from telegrad.errors import Cancelled, NotInitialized, RemoteError
 from telegrad.serialize.tracebacks import clone_exception, drop_frames, strip_own_frames, text_of
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls import tracing
 from telegrad.worker.closed import ClosedEngine, WorkerCalls
 from telegrad.worker.scope import current
-from telegrad.worker.serving.event_loop import check_blocking
 from telegrad.worker.unread_failures import CallSummary, Failure, describe_call
 
 __all__ = ["NO_DEVICES", "CallFuture", "Deferred", "awaitable_of", "cancel_if_interrupted", "is_future"]

@@ -14,8 +14,6 @@ from telegrad.worker.calls.pending_work import PendingWork
 from telegrad.worker.calls.retry_policy import Retry, require_retry
 from telegrad.worker.membership.members import Members
 from telegrad.worker.scope import Scope, caller_flags, caller_state, current, handler_state, remaining
-from telegrad.worker.serving.once import run_once
-from telegrad.worker.serving.thread_pool import ThreadPool
 from telegrad.worker.timers import Timers
 
 __all__ = ["Retries", "start_retrying"]
@@ -26,9 +24,14 @@ _numbers = itertools.count(1)
 
 
 class Retries:
-    """Calls with a `Retry` of one worker."""
+    """Calls with a `Retry` of one worker.
 
-    def __init__(self) -> None:
+    Args:
+        run_once: Function of the callee that runs a function once, `telegrad.worker.serving.once.run_once`.
+    """
+
+    def __init__(self, run_once: Callable[..., object]) -> None:
+        self.run_once: Callable[..., object] = run_once
         self._calls: dict[int, RetryingCall] = {}
 
     def add(self, number: int, call: "RetryingCall") -> None:
@@ -53,6 +56,13 @@ class Retries:
             call.work.close()
 
 
+class Pool(Protocol):
+    """Thread pool of a worker, as this module uses it."""
+
+    def submit(self, job: Callable[..., None], /, *arguments: object) -> None:
+        """Run a function on a thread of the pool."""
+
+
 class RetryingWorker(Protocol):
     """`telegrad.worker.worker.Worker`, as this module uses it."""
 
@@ -61,7 +71,9 @@ class RetryingWorker(Protocol):
     calls: Calls
     retries: Retries
     timers: Timers
-    pool: ThreadPool
+
+    @property
+    def pool(self) -> Pool: ...
 
 
 class RetryingCall:
@@ -158,7 +170,7 @@ class RetryingCall:
         timeout = max(self._deadline - time.monotonic_ns(), 1) if self._deadline else 0
         function, args, kwargs = self._function, self._args, self._kwargs
         if self._once:
-            function, args, kwargs = run_once, self._remembered(), None
+            function, args, kwargs = self._worker.retries.run_once, self._remembered(), None
         attempt: CallFuture[Any] = self._worker.calls.client.start(self._name, function, args, kwargs, timeout)
         attempt._mark_read()  # the program's future logs a failure
         self.future._source = attempt

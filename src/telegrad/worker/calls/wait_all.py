@@ -10,8 +10,8 @@ from torch.futures import Future
 
 from telegrad.errors import NotInitialized
 from telegrad.serialize.tracebacks import strip_own_frames
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.future import CallFuture
-from telegrad.worker.serving.event_loop import check_blocking
 
 __all__ = ["wait_all"]
 

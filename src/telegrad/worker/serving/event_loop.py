@@ -2,7 +2,7 @@
 
 All coroutines of a worker share one thread; each step runs in the torch state of its caller. A coroutine that blocked
 would stop the others, and would never end if it waited for one of them. So blocking calls in that thread raise an error
-(`check_blocking`).
+(`telegrad.worker.blocking`).
 """
 
 import asyncio
@@ -15,35 +15,17 @@ from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Self, cast
 
-from telegrad.errors import Cancelled, NotInitialized, TelegradError
+from telegrad.errors import Cancelled, NotInitialized
 from telegrad.worker import process_hooks
+from telegrad.worker.blocking import this_thread
 from telegrad.worker.calls.callables import full_name_of
 from telegrad.worker.calls.tracing import Recording, recording
 from telegrad.worker.scope import Autocast, Scope, caller_flags, caller_state, current
 from telegrad.worker.serving.torch_state import CoroutineTorchState
 
-__all__ = ["DeferredRequest", "EventLoop", "check_blocking"]
+__all__ = ["DeferredRequest", "EventLoop"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
-
-_this_thread = threading.local()  # .worker: name of the worker, in the threads of event loops
-
-
-def check_blocking(
-    operation: str = "rpc_sync or to_here()", instead: str = "`await rpc_async(...)`, or await the RRef"
-) -> None:
-    """Raise if a blocking operation is called in the thread of an event loop.
-
-    Args:
-        operation: Name of the operation, for the error.
-        instead: What coroutines use instead.
-
-    Raises:
-        TelegradError: The calling thread runs the coroutines of a worker.
-    """
-    worker: str | None = getattr(_this_thread, "worker", None)
-    if worker is not None:
-        raise TelegradError(f"{operation} would block the event loop of worker {worker!r}; use {instead}")
 
 
 class _StateSwapped(Coroutine[object, object, object]):
@@ -385,7 +367,7 @@ class EventLoop:
         asyncio.get_running_loop().stop()
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        _this_thread.worker = self._worker
+        this_thread.worker = self._worker
         asyncio.set_event_loop(loop)
         try:
             while not self._stopping:
@@ -399,7 +381,7 @@ class EventLoop:
                     self._run(loop.run_until_complete, ended)
         finally:
             loop.close()
-            del _this_thread.worker
+            del this_thread.worker
 
     def _run(self, run: Callable[..., object], *args: object) -> None:
         """Run the loop, also after SystemExit or KeyboardInterrupt in a task or callback.
