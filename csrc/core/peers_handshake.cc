@@ -6,6 +6,7 @@
 #include "core/engine_parts.h"
 #include "core/left_out.h"
 #include "core/peers.h"
+#include "core/take_if.h"
 
 namespace telegrad {
 
@@ -122,15 +123,11 @@ std::deque<PendingMessage> Peers::take_pending(Connection& c, Peer& peer, std::d
                                                Released& released) {
   auto pending = peer.pending.take();
   std::size_t requests = 0;
-  std::erase_if(pending, [&](PendingMessage& w) REQUIRES(engine_mutex) {
+  dropped = take_if(pending, [&](PendingMessage& w) REQUIRES(engine_mutex) {
     const bool sends = must_send(c, peer, requests, *w.message, released);
     if (sends && w.message->header.type == FrameType::kRequest) ++requests;
-    if (!sends) {
-      if (w.message->pending_send) w.message->pending_send->done = true;
-      dropped.push_back(std::move(w));
-      return true;
-    }
-    return false;
+    if (!sends && w.message->pending_send) w.message->pending_send->done = true;
+    return !sends;
   });
   return pending;
 }

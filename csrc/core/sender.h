@@ -24,6 +24,7 @@
 
 #include "base/thread_safety.h"
 #include "core/connection.h"
+#include "core/take_if.h"
 #include "core/tuning.h"
 #include "core/work_queue.h"
 
@@ -87,16 +88,11 @@ class PendingMessages {
   std::deque<PendingMessage> take() {
     return take_if([](const PendingMessage&) { return true; });
   }
-  /// Takes those for which `is_taken` returns true. It may change each; the caller holds the locks that it requires.
+  /// Takes those for which `is_taken` returns true (core/take_if.h).
   template <typename Predicate>
   std::deque<PendingMessage> take_if(Predicate is_taken) {
-    std::deque<PendingMessage> taken;
-    std::erase_if(messages_, [&](PendingMessage& m) NO_THREAD_SAFETY_ANALYSIS {
-      if (!is_taken(m)) return false;
-      count(m, -1);
-      taken.push_back(std::move(m));
-      return true;
-    });
+    auto taken = telegrad::take_if(messages_, is_taken);
+    for (const PendingMessage& m : taken) count(m, -1);
     return taken;
   }
 

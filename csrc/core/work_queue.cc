@@ -6,6 +6,7 @@
 
 #include "core/engine_parts.h"
 #include "core/left_out.h"
+#include "core/take_if.h"
 
 namespace telegrad {
 namespace {
@@ -94,13 +95,11 @@ bool WorkQueue::take_completion(std::uint64_t id, Completion& out, Released& rel
 }
 
 void WorkQueue::take_completions(const std::vector<std::uint64_t>& calls, std::deque<WorkItem>& out) {
-  const auto rest = std::stable_partition(urgent_.begin(), urgent_.end(), [&](const WorkItem& item) {
-    const bool mine = item.kind == WorkKind::kCompletion && item.target &&
-                      std::binary_search(calls.begin(), calls.end(), item.message.header.call_id);
-    return !mine;
+  auto mine = take_if(urgent_, [&](const WorkItem& item) {
+    return item.kind == WorkKind::kCompletion && item.target &&
+           std::binary_search(calls.begin(), calls.end(), item.message.header.call_id);
   });
-  std::move(rest, urgent_.end(), std::back_inserter(out));
-  urgent_.erase(rest, urgent_.end());
+  std::ranges::move(mine, std::back_inserter(out));
 }
 
 bool WorkQueue::take_deferred(WorkItem& out) {
@@ -138,13 +137,9 @@ void WorkQueue::cancel_queued(std::uint64_t connection, const std::function<bool
     return true;
   };
   for (WorkItem& item : nested_) cancels(item);
-  const auto moves = [&](WorkItem& item) REQUIRES(engine_mutex) {
-    const bool canceled = cancels(item);
-    if (canceled) nested_.push_back(std::move(item));
-    return canceled;
-  };
-  std::erase_if(top_, moves);
-  if (const auto found = held_.find(connection); found != held_.end()) std::erase_if(found->second, moves);
+  std::ranges::move(take_if(top_, cancels), std::back_inserter(nested_));
+  if (const auto found = held_.find(connection); found != held_.end())
+    std::ranges::move(take_if(found->second, cancels), std::back_inserter(nested_));
 }
 
 RunningRequest* WorkQueue::find_running(std::uint64_t connection, std::uint64_t call) {
@@ -165,11 +160,10 @@ void WorkQueue::hold(std::uint64_t connection) {
   const auto [found, added] = held_.try_emplace(connection);
   if (!added) return;
   for (auto* queue : {&nested_, &top_}) {
-    std::erase_if(*queue, [&, &held = found->second](WorkItem& item) {
-      const bool holds = item.connection == connection && item.status == CallStatus::kPending;
-      if (holds) held.push_back(std::move(item));
-      return holds;
+    auto held = take_if(*queue, [&](const WorkItem& item) {
+      return item.connection == connection && item.status == CallStatus::kPending;
     });
+    std::ranges::move(held, std::back_inserter(found->second));
   }
   parts_.timer.arm(now() + kReplyWindowCheck);
 }

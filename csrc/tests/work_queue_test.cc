@@ -2,6 +2,7 @@
 #include "core/work_queue.h"
 
 #include "core/engine_parts.h"
+#include "core/take_if.h"
 #include "tests/check.h"
 
 namespace telegrad::test {
@@ -142,6 +143,63 @@ CASE(a_caller_takes_its_completion_from_the_queue) {
   CHECK(q.parts.queue.remove_completion(10));
   CHECK(!q.parts.queue.remove_completion(10));
   q.lock.lock();
+}
+
+CASE(canceled_requests_move_to_the_nested_ones_in_their_order) {
+  Queue q(1);
+  for (std::int32_t i = 0; i < 4; ++i) {
+    WorkItem item;
+    item.kind = WorkKind::kRequest;
+    item.peer = i;
+    item.connection = 7;
+    item.message.header.call_id = static_cast<std::uint64_t>(i);
+    q.parts.queue.push(std::move(item));
+  }
+  q.parts.queue.cancel_queued(7, [](std::uint64_t call) { return call == 1 || call == 3; });
+  PoolThread a, b, c, d;
+  CHECK_EQ(q.next(a), 1);
+  CHECK(q.item.status == CallStatus::kCanceled);
+  CHECK_EQ(q.next(b), 3);
+  CHECK_EQ(q.next(c), 0);
+  CHECK(q.item.status == CallStatus::kPending);
+  CHECK_EQ(q.next(c), 2);
+}
+
+CASE(held_requests_return_in_their_order) {
+  Queue q(4);
+  for (std::int32_t i = 0; i < 4; ++i) {
+    WorkItem item;
+    item.kind = WorkKind::kRequest;
+    item.peer = i;
+    item.connection = i % 2 == 0 ? 7 : 8;
+    q.parts.queue.push(std::move(item));
+  }
+  q.parts.queue.hold(7);
+  PoolThread a;
+  CHECK_EQ(q.next(a), 1);
+  CHECK_EQ(q.next(a), 3);
+  CHECK_EQ(q.next(a), -1);
+  q.parts.queue.release(7);
+  CHECK_EQ(q.next(a), 0);
+  CHECK_EQ(q.next(a), 2);
+}
+
+CASE(taken_elements_and_the_rest_keep_their_order) {
+  std::deque<std::unique_ptr<int>> elements;
+  for (int i = 0; i < 6; ++i) elements.push_back(std::make_unique<int>(i));
+  int calls = 0;
+  const auto taken = take_if(elements, [&](std::unique_ptr<int>& e) {
+    ++calls;
+    *e += 10;  // it may change the element
+    return *e % 3 == 0;
+  });
+  CHECK_EQ(calls, 6);
+  CHECK_EQ(taken.size(), 2u);
+  CHECK_EQ(*taken[0], 12);
+  CHECK_EQ(*taken[1], 15);
+  CHECK_EQ(elements.size(), 4u);
+  CHECK_EQ(*elements[0], 10);
+  CHECK_EQ(*elements[3], 14);
 }
 
 }  // namespace
