@@ -20,7 +20,7 @@ void Canceler::cancel_requests(const ConnectionPtr& c) {
   std::unordered_map<std::uint64_t, CallState> states;
   // The states are sent before the replies of the canceled requests: a call ends with whichever arrives first, and a
   // reply does not say how far the request had come.
-  std::lock_guard sending(c->send_mutex);
+  MutexLock sending(c->send_mutex);
   {
     Lock lock(parts_.mutex);
     parts_.queue.cancel_queued(c->id, [&](std::uint64_t call) {

@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/thread_safety.h"
 #include "core/delivery_order.h"
 #include "core/handshake.h"
 #include "core/request_bytes.h"
@@ -42,7 +43,7 @@ class BurstDetector {
   int length_ = 0;
 };
 
-/// Messages that wait for a link, sent in their order. Under the connection's send_mutex, except `flushed`.
+/// Messages that wait for a link, sent in their order. The connection's send_mutex guards all but `flushed`.
 struct SendQueue {
   struct Entry {
     std::unique_ptr<Outgoing> message;
@@ -94,7 +95,6 @@ struct Connection {
   std::string source;                   // see Link::source; of accepted connections
   std::atomic<bool> displaced = false;  // to be closed, because too many others have been accepted
   bool timed_out = false;               // it has missed `handshake_deadline`
-  bool overfull = false;                // to be closed, because far too much is queued for the peer (send_mutex)
   bool was_open = false;                // it has been a connection to `peer`, whatever the state is now
   bool superseded = false;              // another connection is, or becomes, the session
   Silence silence{0};                   // of the peer
@@ -112,21 +112,24 @@ struct Connection {
   Nanos verify_until = kNever;  // when messages that have not been verified are given up
   ConnectionPtr continues;      // of an attempt: the session
 
-  // Sending, under send_mutex.
-  std::mutex send_mutex;
-  std::atomic<int> waiting_senders = 0;  // threads that wait for send_mutex; not guarded by it
-  SendQueue queue;
-  SendQueue overtaking;  // messages that overtake a large one in `queue`
-  std::uint64_t next_entry = 0;
-  std::size_t queued_large = 0;  // large messages in `queue`
-  DeliveryOrder order;           // of the messages in `queue`
-  std::vector<bool> names_sent;
-  std::uint64_t name_bytes_sent = 0;             // of their texts
-  std::atomic<std::uint32_t> names_defined = 0;  // the number of names sent; read by any thread
-  bool watching_writable = false;
-  BurstDetector burst;                           // of asynchronous requests
-  std::size_t buffered = 0;                      // messages in the link's buffer
-  bool coalescing = false;                       // it is in the engine's list of such connections
+  // Sending.
+  Mutex send_mutex;
+  std::atomic<int> waiting_senders = 0;  // threads that wait for send_mutex
+  SendQueue queue GUARDED_BY(send_mutex);
+  SendQueue overtaking GUARDED_BY(send_mutex);  // messages that overtake a large one in `queue`
+  std::uint64_t next_entry GUARDED_BY(send_mutex) = 0;
+  std::size_t queued_large GUARDED_BY(send_mutex) = 0;  // large messages in `queue`
+  DeliveryOrder order GUARDED_BY(send_mutex);           // of the messages in `queue`
+  std::vector<bool> names_sent GUARDED_BY(send_mutex);
+  std::uint64_t name_bytes_sent GUARDED_BY(send_mutex) = 0;  // of their texts
+  bool watching_writable GUARDED_BY(send_mutex) = false;
+  BurstDetector burst GUARDED_BY(send_mutex);       // of asynchronous requests
+  std::size_t buffered GUARDED_BY(send_mutex) = 0;  // messages in the link's buffer
+  bool coalescing GUARDED_BY(send_mutex) = false;   // it is in the engine's list of such connections
+  bool overfull GUARDED_BY(send_mutex) = false;     // to be closed, because far too much is queued for the peer
+
+  // Changed by a thread with the send_mutex, read by any.
+  std::atomic<std::uint32_t> names_defined = 0;  // the number of names sent
   std::atomic<std::uint64_t> progress = 0;       // grows whenever the link sends more of the queue
   std::atomic<std::int64_t> unsent_replies = 0;  // bytes of replies in the queues,
   std::atomic<std::int64_t> large_reply = 0;     // and of the large one that is being sent

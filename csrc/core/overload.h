@@ -94,8 +94,8 @@ class Overload {
   bool check_reply(const Connection& c, std::int64_t size, Outgoing& m) {
     return size >= static_cast<std::int64_t>(kAlwaysTaken) && is_queue_full(c, size) && leave_out_reply(c, m);
   }
-  /// Ends a session if far too much is queued for the peer: forced messages. Requires the send_mutex.
-  void check_queue(const ConnectionPtr& c) EXCLUDES(engine_mutex) {
+  /// Ends a session if far too much is queued for the peer: forced messages.
+  void check_queue(const ConnectionPtr& c) REQUIRES(c->send_mutex) EXCLUDES(engine_mutex) {
     if (c->forced_bytes.load(std::memory_order_relaxed) > hard_queue()) [[unlikely]]
       end_later(c);
   }
@@ -156,7 +156,7 @@ class Overload {
   bool leave_out_reply(const Connection& c, Outgoing& m);
   void record_segments(const Incoming& m, std::uint64_t size);
   void leave_out_deep(Incoming& request);
-  void end_later(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  void end_later(const ConnectionPtr& c) REQUIRES(c->send_mutex) EXCLUDES(engine_mutex);
   std::int64_t hard_queue() const;
   std::uint64_t max_waiting() const;
   bool has_free_bytes(const PendingMessages& pending, std::int64_t size) const;

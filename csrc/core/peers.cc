@@ -376,7 +376,7 @@ void Peers::close_connection(const ConnectionPtr& c, LinkError why) {
   parts_.leader.mark_closed(*c);
   c->link->close();
   {
-    std::lock_guard lock(c->send_mutex);
+    MutexLock lock(c->send_mutex);
     unsent = std::exchange(c->queue.entries, {});
     overtaking = std::exchange(c->overtaking.entries, {});
     c->queued_large = 0;

@@ -210,7 +210,7 @@ class Peers {
 
   // peers_resume.cc
   bool suspend(const ConnectionPtr& c, const LinkError& why) EXCLUDES(engine_mutex);
-  std::uint64_t detach_link(Connection& c) REQUIRES(engine_mutex);
+  std::uint64_t detach_link(Connection& c) REQUIRES(engine_mutex, c.send_mutex);
   void request_verification(const Connection& c) REQUIRES(engine_mutex);
   void set_verify_limit(Connection& c) REQUIRES(engine_mutex);
   void give_up_verifying(const ConnectionPtr& c) EXCLUDES(engine_mutex);

@@ -74,7 +74,7 @@ void Peers::take_step(const ConnectionPtr& c, const Handshake::Step& step) {
 void Peers::on_open(const ConnectionPtr& c) {
   std::deque<PendingMessage> pending, dropped;
   Released released;
-  std::unique_lock sending(c->send_mutex);  // waiting messages are sent before new ones
+  MutexLock sending(c->send_mutex);  // waiting messages are sent before new ones
   {
     Lock lock(parts_.mutex);
     if (!has_connection(c->id)) return;  // lost meanwhile

@@ -60,7 +60,7 @@ void Peers::attach_lane(const ConnectionPtr& lane) {
   bool taken = false;
   bool welcomed;
   {
-    std::lock_guard lock(lane->send_mutex);
+    MutexLock lock(lane->send_mutex);
     welcomed = lane->queue.empty();
   }
   if (!welcomed) return close_connection(lane, "its welcome could not be sent");

@@ -56,7 +56,7 @@ void Peers::on_broken(const ConnectionPtr& c) {
 bool Peers::suspend(const ConnectionPtr& c, const LinkError& why) {
   const Resumable* link = c->link->resumable();
   if (!c->resumes || c->goodbye || !link->may_resume()) return false;
-  std::lock_guard sending(c->send_mutex);
+  MutexLock sending(c->send_mutex);
   Lock lock(parts_.mutex);
   const Peer* peer = find(c->peer);
   if (parts_.is_stopping() || !has_connection(c->id) || !peer || peer->removed || peer->connection != c) return false;
@@ -67,7 +67,7 @@ bool Peers::suspend(const ConnectionPtr& c, const LinkError& why) {
   return true;
 }
 
-/// Closes the connection of a session; returns how many messages have arrived. Requires the send_mutex.
+/// Closes the connection of a session; returns how many messages have arrived.
 std::uint64_t Peers::detach_link(Connection& c) {
   for (const int fd : {c.link->fd(), c.link->lanes_fd()}) parts_.leader.remove_fd(fd);
   c.watching_writable = false;
@@ -258,7 +258,7 @@ void Peers::on_resume_proven(const ConnectionPtr& next) {
   Handshake& handshake = next->handshake;
   bool lost = false;
   if (c && !step) {
-    std::lock_guard sending(c->send_mutex);
+    MutexLock sending(c->send_mutex);
     Lock lock(parts_.mutex);
     if (!has_connection(next->id)) return;  // so another attempt may follow
     const bool open = has_connection(c->id) && !parts_.is_stopping() && c->link->resumable()->may_resume();
@@ -302,12 +302,12 @@ void Peers::resume_session(const ConnectionPtr& next) {
   const ConnectionPtr c = next->continues;
   bool welcomed, taken;
   {
-    std::lock_guard sending(next->send_mutex);
+    MutexLock sending(next->send_mutex);
     welcomed = next->queue.empty();
   }
   if (!welcomed) return close_connection(next, "its welcome could not be sent");
   {
-    std::lock_guard sending(c->send_mutex);
+    MutexLock sending(c->send_mutex);
     Lock lock(parts_.mutex);
     const bool open = has_connection(c->id) && has_connection(next->id);
     if (!open || !c->resumption.is_suspended() || (c->initiator && c->next_link != next)) {

@@ -76,13 +76,13 @@ SendResult Sender::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Transm
 }
 
 SendResult Sender::transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Transmission& p) {
-  std::unique_lock lock(c->send_mutex, std::try_to_lock);
-  if (!lock) {
+  if (!c->send_mutex.try_lock()) {
     if (p.before_blocking && *p.before_blocking) (*p.before_blocking)();
     c->waiting_senders.fetch_add(1, std::memory_order_relaxed);
-    lock.lock();
+    c->send_mutex.lock();
     c->waiting_senders.fetch_sub(1, std::memory_order_relaxed);
   }
+  MutexLock lock(c->send_mutex, std::adopt_lock);
   return transmit_locked(c, m, p);
 }
 
@@ -133,7 +133,6 @@ SendResult Sender::transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgo
   return SendResult::kQueued;
 }
 
-/// Requires the connection's send_mutex. Sends the messages that have waited for the connection.
 void Sender::send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pending) {
   bool any_waits = false;
   for (auto& [m, until, expired, kept, request] : pending) {
@@ -161,7 +160,7 @@ void Sender::flush(const ConnectionPtr& c) {
   while (until > 0 && c->waiting_senders.load(std::memory_order_relaxed) > 0 && now() < until)
     std::this_thread::yield();
   {
-    std::lock_guard lock(c->send_mutex);
+    MutexLock lock(c->send_mutex);
     const bool buffered = c->link->flush() == SendState::kBlocked;
     bool waits_for_fd = !(buffered || c->link->sends_again()) || c->link->waits_for_fd();
     c->progress.fetch_add(1, std::memory_order_relaxed);
@@ -189,7 +188,7 @@ void Sender::flush(const ConnectionPtr& c) {
 }
 
 void Sender::flush_by_leader(const ConnectionPtr& c) {
-  std::lock_guard sending(c->send_mutex);
+  MutexLock sending(c->send_mutex);
   Lock lock(parts_.mutex);
   if (parts_.peers.has_connection(c->id) && !c->resumption.is_suspended()) watch_writable(*c, true);
 }
@@ -219,8 +218,8 @@ bool Sender::reject_oversized(const Connection& c, std::uint64_t id, Outgoing& m
 
 // ---- coalescing
 
-/// Requires the connection's send_mutex. Puts a message of a burst into the link's buffer, to be sent with those that
-/// follow. The last one (not `more`) flushes the buffer. Returns false if the message is to be sent on its own.
+/// Puts a message of a burst into the link's buffer, to be sent with those that follow. The last one (not `more`)
+/// flushes the buffer. Returns false if the message is to be sent on its own.
 bool Sender::coalesce(const ConnectionPtr& c, const Outgoing& m, bool more) {
   const Nanos at = more ? now() : 0;
   if ((more && !c->burst.in_burst(at)) || !c->link->buffer(m)) return false;
@@ -247,7 +246,7 @@ void Sender::flush_coalesced() {
     coalescing_since_.store(kNever, std::memory_order_relaxed);
   }
   for (const auto& c : connections) {
-    std::lock_guard lock(c->send_mutex);
+    MutexLock lock(c->send_mutex);
     c->coalescing = false;
     if (std::exchange(c->buffered, 0) > 0 && c->link->flush() == SendState::kBlocked) watch_writable(*c, true);
   }
@@ -322,7 +321,7 @@ void Sender::wait_until_reply_sent(PoolThread& self, const Transmission& p) {
 /// Copies the unsent bytes of a queued message, so that it does not need the caller's memory any more.
 void Sender::copy_queued(const Transmission& p) {
   std::unique_ptr<KeepAlive> copied_owner;
-  std::lock_guard lock(p.connection->send_mutex);
+  MutexLock lock(p.connection->send_mutex);
   const std::uint64_t flushed = p.queue->flushed.load(std::memory_order_relaxed);
   auto& entries = p.queue->entries;
   if (p.ticket <= flushed || p.ticket - flushed > entries.size()) return;
@@ -334,7 +333,6 @@ void Sender::copy_queued(const Transmission& p) {
   keep(*p.connection, m);
 }
 
-/// Requires the connection's send_mutex.
 void Sender::watch_writable(Connection& c, bool on) {
   if (c.watching_writable == on) return;
   c.watching_writable = on;

@@ -128,9 +128,10 @@ class Sender {
   SendResult transmit(const ConnectionPtr& c, std::unique_ptr<Outgoing> m) EXCLUDES(engine_mutex);
   /// Sends like `transmit`, by a caller that has the send_mutex.
   SendResult transmit_locked(const ConnectionPtr& c, std::unique_ptr<Outgoing>& m, Transmission& p)
+      REQUIRES(c->send_mutex) EXCLUDES(engine_mutex);
+  /// Sends messages that waited for the connection and notifies their senders.
+  void send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pending) REQUIRES(c->send_mutex)
       EXCLUDES(engine_mutex);
-  /// Sends messages that waited for the connection and notifies their senders. Requires the send_mutex.
-  void send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pending) EXCLUDES(engine_mutex);
   /// Sends queued messages after the link has become writable.
   void flush(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   /// Has the leader call `flush`, unless the session is suspended. Any thread.
@@ -215,18 +216,18 @@ class Sender {
 
  private:
   bool has_room(std::int64_t used, std::int64_t size) const { return used <= window_ / 2 || used + size <= window_; }
-  void prepare(Connection& c, Outgoing& m);
-  static SendQueue& next_queue(Connection& c);
-  void enqueue(Connection& c, std::unique_ptr<Outgoing>&& m, Transmission& p);
-  static void note_front(Connection& c);
-  static std::unique_ptr<Outgoing> dequeue(Connection& c, SendQueue& queue);
+  void prepare(Connection& c, Outgoing& m) REQUIRES(c.send_mutex);
+  static SendQueue& next_queue(Connection& c) REQUIRES(c.send_mutex);
+  void enqueue(Connection& c, std::unique_ptr<Outgoing>&& m, Transmission& p) REQUIRES(c.send_mutex);
+  static void note_front(Connection& c) REQUIRES(c.send_mutex);
+  static std::unique_ptr<Outgoing> dequeue(Connection& c, SendQueue& queue) REQUIRES(c.send_mutex);
   void fail_outdated(std::uint64_t id, Released& released) REQUIRES(engine_mutex);
   static std::int64_t unread_replies(const Connection& c);
-  bool coalesce(const ConnectionPtr& c, const Outgoing& m, bool more) EXCLUDES(engine_mutex);
-  void watch_writable(Connection& c, bool on);
+  bool coalesce(const ConnectionPtr& c, const Outgoing& m, bool more) REQUIRES(c->send_mutex) EXCLUDES(engine_mutex);
+  void watch_writable(Connection& c, bool on) REQUIRES(c.send_mutex);
   bool wait_for_pending_send(std::int32_t peer, Transmission& p, Nanos deadline,
                              const std::function<bool()>& interrupted) EXCLUDES(engine_mutex);
-  static void keep(Connection& c, Outgoing& m);
+  static void keep(Connection& c, Outgoing& m) REQUIRES(c.send_mutex);
   static void copy_queued(const Transmission& p);
 
   EngineParts& parts_;

@@ -16,10 +16,10 @@ std::int64_t reply_weight(const Outgoing& m) {
   return m.header.type == FrameType::kReply ? weight(m.payload_size()) : 0;
 }
 
-/// Requires the connection's send_mutex. Removes the text of a name that the peer knows. If the peer keeps no more
+/// Removes the text of a name that the peer knows. If the peer keeps no more
 /// names, each message with a further one defines it again. So does a large message: others are delivered before it.
 /// Returns false if the peer keeps no more.
-bool name_for_peer(Connection& c, Outgoing& m) {
+bool name_for_peer(Connection& c, Outgoing& m) REQUIRES(c.send_mutex) {
   const std::uint32_t name = m.header.name_id;
   if (name <= kMaxNames) {
     if (c.names_sent.size() <= name) c.names_sent.resize(name + 64);
@@ -40,7 +40,7 @@ bool name_for_peer(Connection& c, Outgoing& m) {
 
 }  // namespace
 
-/// Requires the connection's send_mutex. Completes a message whose sending begins. A large one must not define a name
+/// Completes a message whose sending begins. A large one must not define a name
 /// or carry credit, because later messages are delivered before it.
 void Sender::prepare(Connection& c, Outgoing& m) {
   if (std::exchange(m.prepared, true)) return;
@@ -48,14 +48,14 @@ void Sender::prepare(Connection& c, Outgoing& m) {
   if (!is_handshake(m.header.type) && !m.large) attach_credit(c, m.header);
 }
 
-/// Requires the connection's send_mutex. Counts a queued message that no thread waits for.
+/// Counts a queued message that no thread waits for.
 void Sender::keep(Connection& c, Outgoing& m) {
   m.kept_weight = weight(m.payload_size());
   c.kept_bytes.fetch_add(m.kept_weight, std::memory_order_relaxed);
   if (!m.admitted) c.forced_bytes.fetch_add(m.kept_weight, std::memory_order_relaxed);
 }
 
-/// Requires the connection's send_mutex. Appends a message to the queue of its transmission.
+/// Appends a message to the queue of its transmission.
 void Sender::enqueue(Connection& c, std::unique_ptr<Outgoing>&& m, Transmission& p) {
   m->queued_weight = reply_weight(*m);
   c.unsent_replies.fetch_add(m->queued_weight, std::memory_order_relaxed);
@@ -69,13 +69,13 @@ void Sender::enqueue(Connection& c, std::unique_ptr<Outgoing>&& m, Transmission&
   note_front(c);
 }
 
-/// Requires the connection's send_mutex. Notes the large reply that is being sent: it is no reason to hold requests.
+/// Notes the large reply that is being sent: it is no reason to hold requests.
 void Sender::note_front(Connection& c) {
   const bool large = !c.queue.empty() && c.queue.front().large;
   c.large_reply.store(large ? c.queue.front().queued_weight : 0, std::memory_order_relaxed);
 }
 
-/// Requires the connection's send_mutex. Removes the first message of a queue, which has been sent.
+/// Removes the first message of a queue, which has been sent.
 std::unique_ptr<Outgoing> Sender::dequeue(Connection& c, SendQueue& queue) {
   std::unique_ptr<Outgoing> m = std::move(queue.entries.front().message);
   queue.entries.pop_front();
@@ -92,7 +92,7 @@ std::unique_ptr<Outgoing> Sender::dequeue(Connection& c, SendQueue& queue) {
   return m;
 }
 
-/// Requires the connection's send_mutex. Returns the queue whose first message is to be sent next: `overtaking`, unless
+/// Returns the queue whose first message is to be sent next: `overtaking`, unless
 /// messages before it are not large.
 SendQueue& Sender::next_queue(Connection& c) {
   if (c.overtaking.empty()) return c.queue;
