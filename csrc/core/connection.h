@@ -16,6 +16,7 @@
 #include "core/resumption.h"
 #include "core/silence.h"
 #include "core/transport.h"
+#include "core/tuning.h"
 
 namespace telegrad {
 
@@ -31,14 +32,12 @@ class BurstDetector {
  public:
   /// Records a message and returns whether it belongs to a burst that has lasted for a while.
   bool in_burst(Nanos at) {
-    length_ = at - last_ < kMaxGap ? length_ + 1 : 0;
+    length_ = at - last_ < kMaxBurstGap ? length_ + 1 : 0;
     last_ = at;
-    return length_ >= kMinLength;
+    return length_ >= kMinBurst;
   }
 
  private:
-  static constexpr Nanos kMaxGap = 20 * kMicrosecond;
-  static constexpr int kMinLength = 16;
   Nanos last_ = 0;
   int length_ = 0;
 };

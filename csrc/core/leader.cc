@@ -174,97 +174,103 @@ WaitEnd Leader::wait_for_progress(Waiter& w, const std::function<bool()>& done, 
 
 WaitEnd Leader::wait_for(Lock& lock, WaitFor what, Waiter& w, const std::function<bool()>& done, Nanos deadline,
                          const std::function<bool()>& interrupted, std::uint64_t connection) {
-  bool leading = false;
-  int requests_read = 0;
   if (parts_.sender.has_coalesced()) {
-    lock.unlock();
+    Unlock unlocked(lock);
     parts_.sender.flush_coalesced();
-    lock.lock();
   }
-  WaitEnd end = WaitEnd::kDone;
   if (what == WaitFor::kProgress) {
     progress_.push_back(&w);
     ++progress_waiters_;
   }
-  while (!done()) {
-    const Nanos at = now();
-    if (at >= deadline) {
-      end = WaitEnd::kDeadline;
-      break;
-    }
-    if (parts_.stopped) {
-      end = WaitEnd::kStopped;
-      break;
-    }
-    const Nanos until = interrupted ? std::min(deadline, at + kSignalCheckInterval) : deadline;
-    w.parker.reset();
-    if (w.made_leader) leading = true;
-    w.made_leader = false;
-    if (!leading && requests_read < kRequestsBeforeHandoff && (!has_leader_ || handoff_.take_over())) {
-      become_leader();
-      leading = true;
-      if (connection != 0 && caller_spin_.budget() > 0) enable_busy_poll_for(connection);
-    }
-    if (leading) {
-      // Completions of other calls: most often this thread's own reply is next, and it leaves soon to run them.
-      const bool finished = parts_.queue.has_urgent_items();
-      lock.unlock();
-      const bool found = poll(caller_spin_, until, !finished);
-      lock.lock();
-      if (!found && interrupted) {
-        leading = false;  // `interrupted` waits for the GIL, which user code may hold for long
-        resign(false);
-        if (finished || parts_.queue.has_requests()) parts_.queue.wake_for_work();
-        lock.unlock();
-        const bool stop = interrupted();
-        lock.lock();
-        if (!stop) continue;
-        end = WaitEnd::kInterrupted;
-        break;
-      }
-      if (parts_.queue.has_requests()) {
-        ++requests_read;
-        if (requests_read >= kRequestsBeforeHandoff && !done() && (parts_.queue.has_idle_thread() || parked_)) {
-          leading = has_leader_ = false;  // from now on the pool reads and runs the requests
-          released_at_ = now();
-          parts_.timer.arm(released_at_ + handoff_delay_);
-        }
-        parts_.queue.wake_for_work();
-      } else if (finished && !done()) {
-        parts_.queue.wake_for_work();
-      }
-    } else {
-      auto me = sleeping_callers_.insert(sleeping_callers_.end(), &w);
-      lock.unlock();
-      w.parker.wait(until);
-      lock.lock();
-      sleeping_callers_.erase(me);  // before `interrupted`, which may wait for the GIL: it cannot lead meanwhile
-      if (interrupted && !w.parker.is_notified()) {
-        lock.unlock();
-        const bool stop = interrupted();
-        lock.lock();
-        if (stop) {
-          end = WaitEnd::kInterrupted;
-          break;
-        }
-      }
-      requests_read = 0;
-    }
-  }
+  Wait wait{.waiter = w, .done = done, .interrupted = interrupted, .connection = connection};
+  const WaitEnd end = wait_until(lock, wait, deadline);
   if (what == WaitFor::kProgress) {
     progress_.remove(&w);
     --progress_waiters_;
   }
   // A thread with some completions of a wait set waits again soon; if it does not, it dissolves the set.
-  if (leading || std::exchange(w.made_leader, false)) resign(what == WaitFor::kCompletions && end == WaitEnd::kDone);
+  if (wait.leading || std::exchange(w.made_leader, false))
+    resign(what == WaitFor::kCompletions && end == WaitEnd::kDone);
   if (parts_.queue.has_urgent_items()) parts_.timer.arm(now() + kHandoffDelay);
   if (parts_.stopped && !has_leader_) {  // no thread will poll again
     std::vector<ConnectionPtr> closed = reap_closed();
-    lock.unlock();
+    Unlock unlocked(lock);
     closed.clear();
-    lock.lock();
   }
   return end;
+}
+
+inline WaitEnd Leader::wait_until(Lock& lock, Wait& wait, Nanos deadline) {
+  while (!wait.done()) {
+    const Nanos at = now();
+    if (at >= deadline) return WaitEnd::kDeadline;
+    if (parts_.stopped) return WaitEnd::kStopped;
+    const Nanos until = wait.interrupted ? std::min(deadline, at + kSignalCheckInterval) : deadline;
+    wait.waiter.parker.reset();
+    try_to_lead(wait);
+    const bool goes_on = wait.leading ? lead_once(lock, wait, until) : sleep_once(lock, wait, until);
+    if (!goes_on) return WaitEnd::kInterrupted;
+  }
+  return WaitEnd::kDone;
+}
+
+/// Makes the waiting thread the leader, if there is none or it is to hand over.
+inline void Leader::try_to_lead(Wait& wait) {
+  if (std::exchange(wait.waiter.made_leader, false)) wait.leading = true;
+  if (wait.leading || wait.requests_read >= kRequestsBeforeHandoff || (has_leader_ && !handoff_.take_over())) return;
+  become_leader();
+  wait.leading = true;
+  if (wait.connection != 0 && caller_spin_.budget() > 0) enable_busy_poll_for(wait.connection);
+}
+
+/// Polls once as the leader. Returns false if the wait is interrupted.
+inline bool Leader::lead_once(Lock& lock, Wait& wait, Nanos until) {
+  // Completions of other calls: most often this thread's own reply is next, and it leaves soon to run them.
+  const bool finished = parts_.queue.has_urgent_items();
+  bool found;
+  {
+    Unlock unlocked(lock);
+    found = poll(caller_spin_, until, !finished);
+  }
+  if (!found && wait.interrupted) {
+    wait.leading = false;  // `interrupted` waits for the GIL, which user code may hold for long
+    resign(false);
+    if (finished || parts_.queue.has_requests()) parts_.queue.wake_for_work();
+    return !is_interrupted(lock, wait);
+  }
+  if (parts_.queue.has_requests()) {
+    ++wait.requests_read;
+    const bool hands_over =
+        wait.requests_read >= kRequestsBeforeHandoff && !wait.done() && (parts_.queue.has_idle_thread() || parked_);
+    if (hands_over) {
+      wait.leading = has_leader_ = false;  // from now on the pool reads and runs the requests
+      released_at_ = now();
+      parts_.timer.arm(released_at_ + handoff_delay_);
+    }
+    parts_.queue.wake_for_work();
+  } else if (finished && !wait.done()) {
+    parts_.queue.wake_for_work();
+  }
+  return true;
+}
+
+/// Sleeps until another thread wakes this one, at most `until`. Returns false if the wait is interrupted.
+bool Leader::sleep_once(Lock& lock, Wait& wait, Nanos until) {
+  auto me = sleeping_callers_.insert(sleeping_callers_.end(), &wait.waiter);
+  {
+    Unlock unlocked(lock);
+    wait.waiter.parker.wait(until);
+  }
+  sleeping_callers_.erase(me);  // before `interrupted`, which may wait for the GIL: it cannot lead meanwhile
+  if (wait.interrupted && !wait.waiter.parker.is_notified() && is_interrupted(lock, wait)) return false;
+  wait.requests_read = 0;
+  return true;
+}
+
+/// Asks the caller whether the wait is to end, without the mutex.
+bool Leader::is_interrupted(Lock& lock, const Wait& wait) {
+  Unlock unlocked(lock);
+  return wait.interrupted();
 }
 
 bool Leader::next(PoolThread& self, WorkItem& out) {
@@ -331,12 +337,14 @@ void Leader::park(Lock& lock, PoolThread& self) {
   } else {
     set_links_watched(!has_leader_);
   }
-  lock.unlock();
-  const Nanos start = now();
   epoll_event events[2];
-  const int n = epoll_wait(park_epoll_.get(), events, 2, -1);
-  if (n > 0) self.spin.slept(now() - start);
-  lock.lock();
+  int n;
+  {
+    Unlock unlocked(lock);
+    const Nanos start = now();
+    n = epoll_wait(park_epoll_.get(), events, 2, -1);
+    if (n > 0) self.spin.slept(now() - start);
+  }
   parked_ = nullptr;
   for (int i = 0; i < n; ++i) {
     if (events[i].data.u64 == kParkToken) drain_fd(park_fd_.get());

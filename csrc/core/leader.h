@@ -51,8 +51,7 @@ class Leader {
   /// Waits until `done` returns true, which is called with the mutex held. Polls or sleeps meanwhile, without the
   /// mutex. `connection`: the one that the thread waits for, or 0.
   WaitEnd wait_for(Lock& lock, WaitFor what, Waiter& w, const std::function<bool()>& done, Nanos deadline,
-                   const std::function<bool()>& interrupted, std::uint64_t connection = 0)
-      REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+                   const std::function<bool()>& interrupted, std::uint64_t connection = 0) REQUIRES(engine_mutex);
   /// Waits in the same way for progress in sending, by a caller without the mutex.
   WaitEnd wait_for_progress(Waiter& w, const std::function<bool()>& done, Nanos deadline,
                             const std::function<bool()>& interrupted) EXCLUDES(engine_mutex);
@@ -111,7 +110,22 @@ class Leader {
   void resign(bool to_user_code) REQUIRES(engine_mutex);
   void promote_sleeping_caller() REQUIRES(engine_mutex);
   void set_links_watched(bool enabled) REQUIRES(engine_mutex);
-  void park(Lock& lock, PoolThread& self) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  void park(Lock& lock, PoolThread& self) REQUIRES(engine_mutex);
+
+  // leader.cc: one wait of a caller.
+  struct Wait {
+    Waiter& waiter;
+    const std::function<bool()>& done;
+    const std::function<bool()>& interrupted;
+    const std::uint64_t connection;
+    bool leading = false;
+    int requests_read = 0;  // by this thread, since it has slept
+  };
+  WaitEnd wait_until(Lock& lock, Wait& wait, Nanos deadline) REQUIRES(engine_mutex);
+  void try_to_lead(Wait& wait) REQUIRES(engine_mutex);
+  bool lead_once(Lock& lock, Wait& wait, Nanos until) REQUIRES(engine_mutex);
+  bool sleep_once(Lock& lock, Wait& wait, Nanos until) REQUIRES(engine_mutex);
+  static bool is_interrupted(Lock& lock, const Wait& wait) REQUIRES(engine_mutex);
 
   // Leader only, while the mutex is not held (leader_poll.cc).
   bool poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term term = LeaderHandoff::kCallerTerm)

@@ -88,7 +88,7 @@ bool Leader::poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term t
     if (!handoff_.begin_poll(term)) return false;
     const bool found = poll_once(turn);
     after_poll();
-    const std::uint32_t patience = busy_polled_.empty() ? Spin::kYieldEvery : Spin::kYieldEveryMemoryPolls;
+    const std::uint32_t patience = busy_polled_.empty() ? kYieldEvery : kYieldEveryMemoryPolls;
     handoff_.end_poll(term);
     if (found) {
       spin.hit(now() - start);
@@ -135,11 +135,11 @@ bool Leader::poll_memory() {
 
 /// Polls every link; returns whether anything happened.
 bool Leader::poll_fds(int timeout_ms) {
-  bool heard = poll_memory();
-  if (!heard && timeout_ms != 0 && !arm_wakeups()) heard = poll_memory();
+  bool received = poll_memory();
+  if (!received && timeout_ms != 0 && !arm_wakeups()) received = poll_memory();
   constexpr int kEvents = 64;
   epoll_event events[kEvents];
-  const int n = epoll_wait(links_epoll_.get(), events, kEvents, heard ? 0 : timeout_ms);
+  const int n = epoll_wait(links_epoll_.get(), events, kEvents, received ? 0 : timeout_ms);
   for (int i = 0; i < n; ++i) {
     const std::uint64_t token = events[i].data.u64;
     if (token == kInterruptToken) {
@@ -173,7 +173,7 @@ bool Leader::poll_fds(int timeout_ms) {
     }
   }
   if (n < kEvents) reads_.fetch_add(1, std::memory_order_relaxed);
-  return heard || n > 0;
+  return received || n > 0;
 }
 
 /// Reads one link; returns whether it had data.

@@ -7,13 +7,11 @@
 #include <cstdint>
 
 #include "core/message.h"
+#include "core/tuning.h"
 
 namespace telegrad {
 
 class Link;
-
-/// Payloads up to this size are copied, so that they can be sent again.
-inline constexpr std::uint64_t kMaxCopied = 64 << 10;
 
 class Resumable {
  public:

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "base/clock.h"
+#include "core/tuning.h"
 
 namespace telegrad {
 
@@ -26,7 +27,7 @@ class Resumption {
     oldest_ = oldest;
     broken_ = moves ? 1 : broken_ + 1;
     if (moves) pause_ = 0;
-    return broken_ <= kMaxBroken;
+    return broken_ <= kMaxBrokenConnections;
   }
 
   /// Records that another connection continues the session.
@@ -50,8 +51,6 @@ class Resumption {
   }
 
  private:
-  static constexpr int kMaxBroken = 20;
-
   bool suspended_ = false;
   int broken_ = 0;  // connections in a row that have broken with the same oldest message
   std::uint64_t oldest_ = UINT64_MAX;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "core/tuning.h"
 
 namespace telegrad {
 
@@ -43,12 +44,12 @@ class Silence {
       reading_ = false;
     }
     const Nanos silent = at - alive_;
-    if (pings_ < kPings && silent >= (2 * pings_ + 1) * interval_ / 2) {
+    if (pings_ < kUnansweredPings && silent >= (2 * pings_ + 1) * interval_ / 2) {
       return pings_++ == 0 ? Verdict::kPing : Verdict::kPingAgain;
     }
-    if (pings_ < kPings || silent < (2 * kPings + 1) * interval_ / 2) return Verdict::kNone;
+    if (pings_ < kUnansweredPings || silent < (2 * kUnansweredPings + 1) * interval_ / 2) return Verdict::kNone;
     if (!std::exchange(reading_, true)) reads_ = reads;
-    return reads >= reads_ + kReads ? Verdict::kLost : Verdict::kRead;
+    return reads >= reads_ + kReadsBeforeLoss ? Verdict::kLost : Verdict::kRead;
   }
 
   Nanos interval() const { return interval_; }
@@ -56,9 +57,6 @@ class Silence {
   Nanos since() const { return alive_; }
 
  private:
-  static constexpr int kPings = 2;
-  static constexpr std::uint64_t kReads = 2;  // the first may have begun before an answer arrived
-
   Nanos interval_;
   Nanos checked_ = 0;
   Nanos alive_ = 0;

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "base/clock.h"
+#include "core/tuning.h"
 
 namespace telegrad {
 
@@ -21,24 +22,24 @@ class Spin {
   explicit Spin(Nanos budget) : budget_(budget) {}
 
   /// Returns how long to spin now; 0: sleep at once.
-  Nanos budget() const { return misses_ < kMaxMisses ? span_ : 0; }
+  Nanos budget() const { return misses_ < kMaxMissedSpins ? span_ : 0; }
 
   /// Records an event that arrived while spinning, `waited` after the wait began.
   void hit(Nanos waited) {
     misses_ = 0;
     span_ = std::max({budget_, 2 * waited, span_ - span_ / 8});
-    span_ = std::min(span_, kMaxStretch * budget_);
+    span_ = std::min(span_, kMaxSpinStretch * budget_);
   }
 
   /// Records an event that ended a sleep, `waited` after the wait began. If a longer spin would have caught it, the
   /// next spin is longer. Otherwise two ends that each sleep just before the other wakes would do so forever.
   void slept(Nanos waited) {
-    if (waited < kMaxStretch * budget_) {
+    if (waited < kMaxSpinStretch * budget_) {
       misses_ = 0;
-      span_ = std::max(budget_, std::min(waited + waited / 2, kMaxStretch * budget_));
+      span_ = std::max(budget_, std::min(waited + waited / 2, kMaxSpinStretch * budget_));
     } else {
       span_ = budget_;
-      if (misses_ < kMaxMisses) ++misses_;
+      if (misses_ < kMaxMissedSpins) ++misses_;
     }
   }
 
@@ -50,15 +51,7 @@ class Spin {
     return now() - before < kCrowdedYield;
   }
 
-  /// Polls between two calls of `yield`.
-  static constexpr std::uint32_t kYieldEvery = 8;
-  /// Polls between two calls of `yield` if a poll only reads memory.
-  static constexpr std::uint32_t kYieldEveryMemoryPolls = 64;
-
  private:
-  static constexpr int kMaxMisses = 3;
-  static constexpr int kMaxStretch = 20;
-  static constexpr Nanos kCrowdedYield = 200 * kMicrosecond;
   Nanos budget_;
   Nanos span_ = budget_;
   int misses_ = 0;

@@ -41,6 +41,19 @@ inline constexpr std::uint32_t kMemoryPolls = 128;
 /// Bytes of a tensor for which lanes may pay: a smaller one fits into the socket buffers.
 inline constexpr std::size_t kLargeTensor = 1 << 20;
 
+// ---- spinning: core/spin.h
+
+/// Polls between two yields of the processor, which are system calls.
+inline constexpr std::uint32_t kYieldEvery = 8;
+/// This number if a poll only reads memory.
+inline constexpr std::uint32_t kYieldEveryMemoryPolls = 64;
+/// A yield that takes this long means that others have run meanwhile: they need the processor.
+inline constexpr Nanos kCrowdedYield = 200 * kMicrosecond;
+/// Spins in a row without an event, after which a thread sleeps at once: one or two may be chance.
+inline constexpr int kMaxMissedSpins = 3;
+/// Longest spin, in multiples of its budget: beyond it, a wake-up costs little of the wait.
+inline constexpr int kMaxSpinStretch = 20;
+
 // ---- work queue
 
 /// Longest time that completions stay queued while a thread runs others, which holds the GIL.
@@ -63,6 +76,10 @@ inline constexpr Nanos kStateGrace = 20 * kMillisecond;
 
 /// Longest time that a coalesced message is kept back: about the time of one call.
 inline constexpr Nanos kCoalesceDelay = 50 * kMicrosecond;
+/// Longest pause between two messages of a burst: less than one call takes, so each does not wait for a reply.
+inline constexpr Nanos kMaxBurstGap = 20 * kMicrosecond;
+/// Messages in a row before a burst is coalesced: fewer end before it pays.
+inline constexpr int kMinBurst = 16;
 /// Messages of a burst that are sent together: beyond this, the cost of a system call per message is small.
 inline constexpr std::size_t kMaxBatch = 16;
 /// Longest time that the leader leaves a link to the threads that wait for it, between two parts of a large message.
@@ -85,8 +102,26 @@ inline constexpr Nanos kReplyWindowCheck = 2 * kMillisecond;
 /// A warning is logged when requests exceed the window by this factor.
 inline constexpr std::int64_t kWindowWarningFactor = 4;
 
+/// Payloads up to this size, in bytes, are copied so that they can be sent again after a broken connection. Larger
+/// ones keep the memory of their tensors.
+inline constexpr std::uint64_t kMaxCopied = 64 << 10;
+
+// ---- overload: what a peer may do that does not keep the limits
+
+/// Peers that keep the limits pass them by what was on its way: multiples of a limit,
+inline constexpr std::int64_t kHardFactor = 2;
+/// and by messages without content: more of them, and more bytes.
+inline constexpr std::int64_t kHardRequests = 1024;
+inline constexpr std::int64_t kHardBytes = 64 << 20;
+
 // ---- peers
 
+/// Pings in a row without an answer before a peer is lost: one may be delayed.
+inline constexpr int kUnansweredPings = 2;
+/// Reads of all links before that: the first may have begun before an answer arrived.
+inline constexpr std::uint64_t kReadsBeforeLoss = 2;
+/// Connections of a session that may break in a row before its oldest message has arrived: that message may break them.
+inline constexpr int kMaxBrokenConnections = 20;
 /// Pauses before the addresses of a peer are tried again: doubled each time, from the first to the second.
 inline constexpr Nanos kMinRetryDelay = 5 * kMillisecond;
 inline constexpr Nanos kMaxRetryDelay = 500 * kMillisecond;

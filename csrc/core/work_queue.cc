@@ -257,11 +257,12 @@ bool WorkQueue::sleep(Lock& lock, PoolThread& self) {
   self.parker.reset();
   idle_.push_back(&self);
   const bool stays = threads_ - running_ <= 2;  // if more threads become idle, those exit
-  lock.unlock();
-  const Nanos start = now();
-  self.parker.wait(stays ? kNever : start + kIdleThreadTimeout);
-  self.spin.slept(now() - start);
-  lock.lock();
+  {
+    Unlock unlocked(lock);
+    const Nanos start = now();
+    self.parker.wait(stays ? kNever : start + kIdleThreadTimeout);
+    self.spin.slept(now() - start);
+  }
   std::erase(idle_, &self);
   return self.parker.is_notified() || has_work() || parts_.stopped || threads_ - running_ <= 2;
 }

@@ -125,7 +125,7 @@ class WorkQueue {
     free_requests_.push_back(self.request);
   }
   /// Sleeps on the thread's parker. Returns false if the thread was idle for so long that it may exit.
-  bool sleep(Lock& lock, PoolThread& self) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  bool sleep(Lock& lock, PoolThread& self) REQUIRES(engine_mutex);
   /// Reports that the thread which an item requested could not be started.
   void spawn_failed() EXCLUDES(engine_mutex);
   /// Stops counting a thread as running a top-level request; returns whether it was counted. `resume` counts it again.
