@@ -1,7 +1,9 @@
 // Why a link has ended or a connection is closed: a text for logs and errors, and a code for decisions.
 #pragma once
 
+#include <algorithm>
 #include <cerrno>
+#include <iterator>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -27,6 +29,15 @@ struct LinkError {
   static LinkError of_call(int code) { return {std::generic_category().message(code), code}; }
 
   LinkError with_context(const std::string& context) const { return {context + ": " + text, code}; }
+
+  /// Returns whether the worker may still be at its address, but the worker or the network is busy. All other errors,
+  /// above all a refused connection, mean that the worker is not there.
+  bool is_transient() const {
+    constexpr int kTransientErrors[] = {0,           EAGAIN,    EINTR,    ETIMEDOUT,  EHOSTUNREACH,
+                                        ENETUNREACH, EHOSTDOWN, ENETDOWN, ECONNRESET, ECONNABORTED,
+                                        EPIPE,       EMFILE,    ENFILE,   ENOBUFS,    ENOMEM};
+    return std::find(std::begin(kTransientErrors), std::end(kTransientErrors), code) != std::end(kTransientErrors);
+  }
 
   /// Returns the kind of loss of a peer whose connection this has ended.
   Loss loss() const {

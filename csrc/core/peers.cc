@@ -11,20 +11,6 @@
 #include "core/tuning.h"
 
 namespace telegrad {
-namespace {
-
-/// Transient errors, and 0, a plain end of stream: the worker may still be at the address, but the worker or the
-/// network is busy. All other errors, above all a refused connection, mean that the worker is not there.
-constexpr int kTransientErrors[] = {0,           EAGAIN,    EINTR,    ETIMEDOUT,  EHOSTUNREACH,
-                                    ENETUNREACH, EHOSTDOWN, ENETDOWN, ECONNRESET, ECONNABORTED,
-                                    EPIPE,       EMFILE,    ENFILE,   ENOBUFS,    ENOMEM};
-
-/// `code`: see LinkError.
-bool is_transient(int code) {
-  return std::find(std::begin(kTransientErrors), std::end(kTransientErrors), code) != std::end(kTransientErrors);
-}
-
-}  // namespace
 
 Peer* Peers::find(std::int32_t id) {
   const auto found = peers_.find(id);
@@ -162,14 +148,15 @@ void Peers::connect(Lock& lock, Peer& peer) {
       const auto* system = dynamic_cast<const std::system_error*>(&e);
       peer.agreement.give_up();
       peer.last_error = {e.what(), system ? system->code().value() : ENOMEM};  // no random bytes, TLS without memory
-      peer.may_recover = peer.may_recover || is_transient(peer.last_error.code);
+      peer.may_recover = peer.may_recover || peer.last_error.is_transient();
       continue;
     }
     peer.dial = c;
     ++peer.held;
-    lock.unlock();
-    parts_.sender.transmit(c, std::move(hello));  // the leader is notified of a failure
-    lock.lock();
+    {
+      Unlock unlocked(lock);
+      parts_.sender.transmit(c, std::move(hello));  // the leader is notified of a failure
+    }
     --peer.held;
     if (!parts_.leader.exists()) parts_.leader.watch_links();
     return;
@@ -185,9 +172,10 @@ void Peers::connect(Lock& lock, Peer& peer) {
   }
   unreachable(peer, peer.last_error, released);
   ++peer.held;
-  lock.unlock();
-  released.clear();
-  lock.lock();
+  {
+    Unlock unlocked(lock);
+    released.clear();
+  }
   --peer.held;
 }
 
@@ -323,117 +311,11 @@ void Peers::run_timer(Lock& lock, Nanos at) {
     }
   }
   if (expired.empty() && attempts.empty() && unverified.empty() && released.empty()) return;
-  lock.unlock();
+  Unlock unlocked(lock);
   released.clear();
   for (auto& c : unverified) give_up_verifying(c);
   for (auto& c : attempts) attempt(c);
   for (auto& c : expired) close_connection(c, "the handshake took too long");
-  lock.lock();
-}
-
-/// Records that a connection which this end has initiated did not open, and tries the next address.
-void Peers::on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const LinkError& why, bool may_be_there,
-                           Released& released) {
-  if (peer.dial == c) {
-    peer.dial.reset();
-    peer.agreement.give_up();
-  }
-  if (c->superseded) return;
-  peer.last_error = why.with_context("cannot reach worker " + peer.identity.name + " at " + c->link->describe());
-  peer.may_recover = peer.may_recover || may_be_there;
-  const OfferAnswer answer = c->answer;
-  if (answer == OfferAnswer::kBusy || answer == OfferAnswer::kOutdated) {
-    peer.may_recover = true;  // the peer connects
-    peer.next_address = peer.addresses.size();
-  }
-  if (peer.connecting && !parts_.is_stopping()) {
-    connect(lock, peer);
-  } else {
-    unreachable(peer, peer.last_error, released);
-  }
-}
-
-// ---- end of connections
-
-void Peers::on_goodbye(const Connection& c) {
-  Lock lock(parts_.mutex);
-  for (auto& [token, other] : connections_) {
-    const bool same = other->handshake.peer().incarnation == c.handshake.peer().incarnation;
-    if (other->peer == c.peer && same) other->goodbye = true;
-  }
-}
-
-void Peers::close_connection(const ConnectionPtr& c, LinkError why) {
-  Released released;
-  std::deque<SendQueue::Entry> unsent, overtaking;
-  std::vector<ConnectionPtr> closed;
-  ConnectionPtr next;  // attempt to continue the session
-  {
-    Lock lock(parts_.mutex);
-    if (connections_.erase(c->id) == 0) return;  // the first report of the end has the reason
-    next = std::move(c->next_link);
-  }
-  parts_.leader.mark_closed(*c);
-  c->link->close();
-  {
-    MutexLock lock(c->send_mutex);
-    unsent = std::exchange(c->queue.entries, {});
-    overtaking = std::exchange(c->overtaking.entries, {});
-    c->queued_large = 0;
-    c->order = {};
-  }
-  {
-    Lock lock(parts_.mutex);
-    const bool was_open = c->was_open;
-    for (const int fd : {c->link->fd(), c->link->lanes_fd()}) parts_.leader.remove_fd(fd);
-    const bool may_be_there = c->timed_out || is_transient(why.code);
-    const bool gone = why.code == 0 || why.code == ECONNRESET;
-    auto found = c->peer >= 0 || was_open ? peers_.find(c->peer) : peers_.end();
-    const bool parted = c->goodbye && found != peers_.end() && found->second.removed;
-    if (c->goodbye && !parted) why = "it shut down";
-    if (why.text.empty()) {
-      why.text =
-          "the connection was closed without a goodbye: its process died or was killed, or it closed the connection "
-          "and logged why";
-    }
-    // Whatever the connection was for: the peer knows a newer process of this worker's name.
-    if (c->initiator && c->answer == OfferAnswer::kStale)
-      push_event(EventKind::kReplaced, c->handshake.peer(), why.text);
-    if (!was_open) {
-      if (!c->initiator) {
-        stop_opening(lock, c);
-        // Do not log peers that connect and close at once: they may have been shut down.
-        if (!parts_.is_stopping() && !gone && !c->superseded) log_rejected(*c->link, c->source, why.text, c->displaced);
-      } else if (c->continues) {
-        if (c->continues->next_link == c) c->continues->next_link.reset();
-      } else if (c->lane_of) {
-        if (!parts_.is_stopping() && c->lane_of->state == Connection::State::kOpen)
-          parts_.queue.log("no further lane to " + c->link->describe() + ": " + why.text);
-      } else if (found != peers_.end()) {
-        on_dial_failed(lock, c, found->second, why, may_be_there, released);
-      }
-    } else {
-      const auto status = parts_.is_stopping() ? CallStatus::kStopped : CallStatus::kPeerLost;
-      parts_.calls.fail_calls_of(c->id, status, why, released);
-      parts_.canceler.cancel_requests_of(c->id);
-      parts_.queue.release(c->id);
-      if (found != peers_.end() && found->second.connection == c) {
-        if (has_session(*c)) {
-          end_session(c, found->second, why.text, parted);
-        } else {
-          found->second.connection.reset();
-        }
-      }
-    }
-    parts_.leader.notify_progress();
-    if (!parts_.leader.exists()) {
-      closed = parts_.leader.reap_closed();
-      parts_.leader.watch_links();
-    }
-    parts_.leader.interrupt_poll();
-  }
-  if (next) close_connection(next, LinkError());
-  if (c->continues && c->initiator) on_next_link_failed(c, why);
 }
 
 }  // namespace telegrad

@@ -95,11 +95,11 @@ class Peers {
   /// Returns null if the peer is unknown.
   Peer* find(std::int32_t id) REQUIRES(engine_mutex);
   /// Tries the addresses of the peer, starting after the last one. Releases the mutex while HELLO is sent.
-  void connect(Lock& lock, Peer& peer) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  void connect(Lock& lock, Peer& peer) REQUIRES(engine_mutex);
   /// Makes `on_timer` due.
   void arm_timer(Nanos at) REQUIRES(engine_mutex);
   /// Ends late handshakes, fails calls that have waited too long for a connection, and connects again, if one is due.
-  void on_timer(Lock& lock, Nanos at) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  void on_timer(Lock& lock, Nanos at) REQUIRES(engine_mutex);
   /// Returns whether a message waits for a connection that is being made.
   bool has_pending() const REQUIRES(engine_mutex);
   void describe(Snapshot& out) const REQUIRES(engine_mutex);  // snapshot.cc
@@ -161,13 +161,20 @@ class Peers {
  private:
   static constexpr std::uint64_t kFirstToken = 16;  // of connections and listeners; the leader has smaller ones
 
-  void run_timer(Lock& lock, Nanos at) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  void run_timer(Lock& lock, Nanos at) REQUIRES(engine_mutex);
   ConnectionPtr add_connection(std::unique_ptr<Link> link, Handshake handshake, bool initiator) REQUIRES(engine_mutex);
-  void on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const LinkError& why, bool may_be_there,
-                      Released& released) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
   void unreachable(Peer& peer, const LinkError& why, Released& released) REQUIRES(engine_mutex);
   void fail_pending(PendingMessage&& pending, const LinkError& why, Released& released) REQUIRES(engine_mutex);
   void expire_pending(Peer& peer, Nanos at, Released& released) REQUIRES(engine_mutex);
+
+  // peers_closing.cc
+  void on_open_closed(const ConnectionPtr& c, Peer* peer, const LinkError& why, bool parted, Released& released)
+      REQUIRES(engine_mutex);
+  void on_accepted_closed(Lock& lock, const ConnectionPtr& c, const LinkError& why, const std::string& text)
+      REQUIRES(engine_mutex);
+  void on_lane_closed(const Connection& lane, const std::string& why) REQUIRES(engine_mutex);
+  void on_dial_failed(Lock& lock, const ConnectionPtr& c, Peer& peer, const LinkError& why, bool may_be_there,
+                      Released& released) REQUIRES(engine_mutex);
 
   // peers_accept.cc
   ConnectionPtr connection_to_displace(const std::string& source, std::size_t places) const REQUIRES(engine_mutex);
@@ -199,8 +206,8 @@ class Peers {
   std::optional<Handshake::Step> decide(const ConnectionPtr& c, std::vector<ConnectionPtr>& ended)
       REQUIRES(engine_mutex);
   static std::optional<Handshake::Step> refuse_older(Handshake& handshake, const Peer& peer) REQUIRES(engine_mutex);
-  void stop_opening(Lock& lock, const ConnectionPtr& c) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
-  void retry(Lock& lock, Peer& peer) REQUIRES(engine_mutex) NO_THREAD_SAFETY_ANALYSIS;
+  void stop_opening(Lock& lock, const ConnectionPtr& c) REQUIRES(engine_mutex);
+  void retry(Lock& lock, Peer& peer) REQUIRES(engine_mutex);
   bool begin_session(const ConnectionPtr& c, Peer& peer) REQUIRES(engine_mutex);
   void end_session(const ConnectionPtr& c, Peer& peer, const std::string& why, bool parted) REQUIRES(engine_mutex);
 

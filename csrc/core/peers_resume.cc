@@ -4,9 +4,6 @@
 //     at once    if the kernel says that the process of the peer is gone: on this host, nothing listens at its address
 //     at once    if the peer refuses, because the session has ended at its side
 //     later      when the failure detector has had no sign of life for too long
-#include <poll.h>
-#include <sys/socket.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <system_error>
@@ -17,30 +14,6 @@
 #include "core/tuning.h"
 
 namespace telegrad {
-namespace {
-
-/// Returns whether nothing listens at an address of this host.
-bool is_refused(const std::string& address, const LinkSecurityPtr& security) {
-  Transport* transport = find_transport(address);
-  if (!transport) return false;
-  try {
-    const auto link = transport->connect(address, security);
-    pollfd fd{.fd = link->fd(), .events = POLLOUT, .revents = 0};
-    int error = 0;
-    socklen_t size = sizeof error;
-    return ::poll(&fd, 1, 0) == 1 && getsockopt(fd.fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 &&
-           error == ECONNREFUSED;
-  } catch (const std::system_error& e) {
-    return e.code().value() == ECONNREFUSED;
-  } catch (const std::exception&) {  // no memory
-    return false;
-  }
-}
-
-bool is_byte_stream(const std::string& address) { return address.starts_with("tcp:") || address.starts_with("tls:"); }
-
-}  // namespace
-
 // ---- the break
 
 void Peers::on_broken(const ConnectionPtr& c) {
@@ -155,8 +128,9 @@ void Peers::attempt(const ConnectionPtr& c) {
   if (c->initiator) return dial_again(c);
   if (!c->is_local) return;
   for (const std::string& address : addresses) {
-    if (!is_byte_stream(address)) continue;
-    if (is_refused(address, parts_.settings.security)) return close_connection(c, c->broken);
+    Transport* const transport = find_transport(address);
+    if (!transport || !transport->is_resumable()) continue;
+    if (transport->is_refused(address, parts_.settings.security)) return close_connection(c, c->broken);
     return schedule_attempt(c);
   }
 }

@@ -116,7 +116,7 @@ class Link {
 
   /// Announces a multicast buffer to the peer (OutSegment::multicast) if the link can share its memory. Returns whether
   /// the peer knows the buffer. Any thread; never blocks, never throws.
-  virtual bool announce([[maybe_unused]] const MulticastBuffer& piece) { return false; }
+  virtual bool announce([[maybe_unused]] const MulticastBuffer& multicast) { return false; }
 
   /// Returns the bytes of memory that the link keeps for leases.
   virtual std::size_t lease_capacity() const { return 0; }
@@ -230,6 +230,14 @@ class Transport {
   /// until then `send` returns kBlocked or kBroken. Throws std::system_error if connecting fails at once; EAGAIN means
   /// that the caller should try again. On an encrypted link, this end sends first: nothing arrives before.
   virtual std::unique_ptr<Link> connect(const std::string& address, const LinkSecurityPtr& security = {}) = 0;
+  /// Returns whether links may outlive their connections (core/resumable.h).
+  virtual bool is_resumable() const { return false; }
+  /// Returns whether the kernel says that nothing listens at an address of this host. Makes a connection, and never
+  /// blocks. False if that is not known.
+  virtual bool is_refused([[maybe_unused]] const std::string& address,
+                          [[maybe_unused]] const LinkSecurityPtr& security = {}) {
+    return false;
+  }
 };
 
 /// Returns the transport of an address "scheme:rest", or null if the scheme is unknown. Transports are stateless

@@ -207,6 +207,19 @@ void an_address_without_listener(Scheme scheme) {
   CHECK_EQ(code, ECONNREFUSED);
 }
 
+/// Only where links can be resumed is this asked.
+void a_refused_address(Scheme scheme) {
+  const auto listener = listen_on(fresh_address(scheme));
+  const std::string open = listener->address();
+  const std::string gone = listen_on(fresh_address(scheme))->address();  // closed at once
+  Transport* const transport = find_transport(open);
+  const LinkSecurityPtr security = security_for(open);
+  const bool over_tcp = scheme == "tcp" || scheme == "tls";
+  CHECK_EQ(transport->is_resumable(), over_tcp);
+  CHECK(!transport->is_refused(open, security));
+  CHECK_EQ(transport->is_refused(gone, security), over_tcp);
+}
+
 void peer_credentials_are_reported(Scheme scheme) {
   Ends e(scheme);
   CredentialLookup lookup;
@@ -229,6 +242,7 @@ const bool registered = add_on_every_scheme({
     ON_TRANSPORTS(a_listener_has_an_address),
     ON_TRANSPORTS(sent_before_it_is_accepted),
     ON_TRANSPORTS(an_address_without_listener),
+    ON_TRANSPORTS(a_refused_address),
     ON_TRANSPORTS(peer_credentials_are_reported),
 });
 

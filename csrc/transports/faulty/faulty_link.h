@@ -49,7 +49,7 @@ class FaultyLink final : public Link, public HeldLink, public Resumable {
   void release() override;
 
   std::optional<LinkLease> lease(std::size_t size) override { return inner_->lease(size); }
-  bool announce(const MulticastBuffer& piece) override { return inner_->announce(piece); }
+  bool announce(const MulticastBuffer& multicast) override { return inner_->announce(multicast); }
   std::size_t lease_capacity() const override { return inner_->lease_capacity(); }
   void trim(Nanos before) override { inner_->trim(before); }
   bool enable_busy_poll() override { return inner_->enable_busy_poll(); }

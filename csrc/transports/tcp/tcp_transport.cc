@@ -4,12 +4,14 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <cstring>
+#include <system_error>
 
 #include "base/peer_credentials.h"
 #include "transports/stream/socket.h"
@@ -128,6 +130,23 @@ class TcpTransport final : public Transport {
     const bool at_once = ::connect(s.get(), r.list->ai_addr, r.list->ai_addrlen) == 0;
     if (!at_once && errno != EINPROGRESS) raise(errno, "cannot reach " + address);
     return link_over(std::move(s), address, true, !at_once, security);
+  }
+
+  bool is_resumable() const override { return true; }
+
+  bool is_refused(const std::string& address, const LinkSecurityPtr& security) override {
+    try {
+      const auto link = connect(address, security);
+      pollfd fd{.fd = link->fd(), .events = POLLOUT, .revents = 0};
+      int error = 0;
+      socklen_t size = sizeof error;
+      return ::poll(&fd, 1, 0) == 1 && getsockopt(fd.fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 &&
+             error == ECONNREFUSED;
+    } catch (const std::system_error& e) {
+      return e.code().value() == ECONNREFUSED;
+    } catch (const std::exception&) {  // no memory
+      return false;
+    }
   }
 
  private:
