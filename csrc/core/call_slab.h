@@ -23,19 +23,20 @@ struct Completion {
   static Completion lost(CallStatus status, const LinkError& why) {
     return {.status = status, .loss = why.loss(), .why = why.text};
   }
+  /// Returns the completion of a call whose deadline has passed.
+  static Completion timed_out(CallState state) { return {.status = CallStatus::kTimedOut, .why = name_of(state)}; }
 
   CallStatus status = CallStatus::kPending;
   Loss loss = Loss::kOther;
   Incoming reply;  // if kReplied
   std::int32_t peer = -1;
   std::uint64_t connection = 0;  // if kReplied
-  std::string why;               // the reason, for any other status; of kTimedOut a name of `CallState`
+  std::string why;               // the reason, for any other status; of kTimedOut `name_of` its CallState
 };
 
 /// A waiting thread; lives on its stack.
 struct Waiter {
   Parker parker;
-  bool asleep = false;       // in the engine's list of sleeping waiters
   bool made_leader = false;  // it has been made the leader
 };
 

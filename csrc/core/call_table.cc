@@ -47,7 +47,7 @@ void CallTable::complete(std::uint64_t id, Completion&& completion, Released& re
   Call* call = slab_.find(id);
   if (!call || call->status != CallStatus::kPending) return;
   if (call->expired && completion.status != CallStatus::kTimedOut) [[unlikely]]
-    completion = {.status = CallStatus::kTimedOut, .why = "unknown"};  // its deadline came first
+    completion = Completion::timed_out(CallState::kUnknown);  // its deadline came first
   const bool replied = completion.status == CallStatus::kReplied;
   completion.peer = call->peer;
   call->status = completion.status;
@@ -228,11 +228,11 @@ WaitEnd CallTable::wait(std::uint64_t id, Nanos deadline, const std::function<bo
 
 // ---- wait sets
 
-bool CallTable::add_wait_set(WaitSet& c) {
+bool CallTable::add_wait_set(WaitSet& set) {
   Lock lock(parts_.mutex);
   std::vector<Call*> pending;
   std::vector<std::uint64_t> others, put_down;
-  for (const std::uint64_t id : c.calls) {
+  for (const std::uint64_t id : set.calls) {
     Call* call = slab_.find(id);
     if (!call || call->status != CallStatus::kPending) {
       others.push_back(id);
@@ -242,52 +242,52 @@ bool CallTable::add_wait_set(WaitSet& c) {
     pending.push_back(call);
   }
   for (Call* call : pending) {
-    call->wait_set = &c;
-    c.connection = call->connection;
+    call->wait_set = &set;
+    set.connection = call->connection;
   }
-  c.expected = pending.size();
+  set.expected = pending.size();
   // Completions that are queued for the pool and have not been taken.
-  parts_.queue.take_completions(c.calls, c.completions);
-  for (const WorkItem& item : c.completions) put_down.push_back(item.message.header.call_id);
+  parts_.queue.take_completions(set.calls, set.completions);
+  for (const WorkItem& item : set.completions) put_down.push_back(item.message.header.call_id);
   std::sort(put_down.begin(), put_down.end());
   std::set_difference(others.begin(), others.end(), put_down.begin(), put_down.end(),
-                      std::back_inserter(c.taken_elsewhere));
-  wait_sets_.push_back(&c);
+                      std::back_inserter(set.taken_elsewhere));
+  wait_sets_.push_back(&set);
   return true;
 }
 
-WaitEnd CallTable::wait(WaitSet& c, const std::function<bool()>& interrupted, std::deque<WorkItem>& out) {
-  const auto done = [&c] { return !c.completions.empty() || c.expected == 0 || c.notified; };
+WaitEnd CallTable::wait(WaitSet& set, const std::function<bool()>& interrupted, std::deque<WorkItem>& out) {
+  const auto done = [&set] { return !set.completions.empty() || set.expected == 0 || set.notified; };
   Lock lock(parts_.mutex);
   const WaitEnd end =
-      parts_.leader.wait_for(lock, WaitFor::kCompletions, c.waiter, done, kNever, interrupted, c.connection);
-  std::move(c.completions.begin(), c.completions.end(), std::back_inserter(out));
-  c.completions.clear();
-  c.notified = false;
-  c.exhausted = c.expected == 0;
+      parts_.leader.wait_for(lock, WaitFor::kCompletions, set.waiter, done, kNever, interrupted, set.connection);
+  std::move(set.completions.begin(), set.completions.end(), std::back_inserter(out));
+  set.completions.clear();
+  set.notified = false;
+  set.exhausted = set.expected == 0;
   return end;
 }
 
 void CallTable::notify_wait_sets() {
   Lock lock(parts_.mutex);
   if (wait_sets_.empty()) return;
-  for (WaitSet* c : wait_sets_) {
-    c->notified = true;
-    c->waiter.parker.notify();
+  for (WaitSet* set : wait_sets_) {
+    set->notified = true;
+    set->waiter.parker.notify();
   }
   parts_.leader.interrupt_poll();  // one of them may be the leader
 }
 
-void CallTable::remove_wait_set(WaitSet& c, std::deque<WorkItem>& left) {
+void CallTable::remove_wait_set(WaitSet& set, std::deque<WorkItem>& left) {
   Lock lock(parts_.mutex);
-  std::erase(wait_sets_, &c);
-  if (c.expected > 0) {
-    for (const std::uint64_t id : c.calls) {
-      if (Call* call = slab_.find(id); call && call->wait_set == &c) call->wait_set = nullptr;
+  std::erase(wait_sets_, &set);
+  if (set.expected > 0) {
+    for (const std::uint64_t id : set.calls) {
+      if (Call* call = slab_.find(id); call && call->wait_set == &set) call->wait_set = nullptr;
     }
   }
-  std::move(c.completions.begin(), c.completions.end(), std::back_inserter(left));
-  c.completions.clear();
+  std::move(set.completions.begin(), set.completions.end(), std::back_inserter(left));
+  set.completions.clear();
   if (parts_.stopped && parts_.queue.threads() == 0) return;
   for (WorkItem& item : left) parts_.queue.push(std::move(item));
   left.clear();

@@ -98,10 +98,11 @@ class CallTable {
   WaitEnd wait(std::uint64_t id, Nanos deadline, const std::function<bool()>& interrupted, Completion& out)
       EXCLUDES(engine_mutex);
   void give_up(std::uint64_t id) EXCLUDES(engine_mutex);
-  bool add_wait_set(WaitSet& c) EXCLUDES(engine_mutex);
-  WaitEnd wait(WaitSet& c, const std::function<bool()>& interrupted, std::deque<WorkItem>& out) EXCLUDES(engine_mutex);
+  bool add_wait_set(WaitSet& set) EXCLUDES(engine_mutex);
+  WaitEnd wait(WaitSet& set, const std::function<bool()>& interrupted, std::deque<WorkItem>& out)
+      EXCLUDES(engine_mutex);
   void notify_wait_sets() EXCLUDES(engine_mutex);
-  void remove_wait_set(WaitSet& c, std::deque<WorkItem>& left) EXCLUDES(engine_mutex);
+  void remove_wait_set(WaitSet& set, std::deque<WorkItem>& left) EXCLUDES(engine_mutex);
 
   // ---- state
 

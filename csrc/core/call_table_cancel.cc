@@ -11,15 +11,6 @@
 #include "core/tuning.h"
 
 namespace telegrad {
-namespace {
-
-Completion timed_out(CallState state) {
-  static constexpr const char* kNames[] = {"unknown", "waiting", "queued", "running", "reply lost"};
-  const auto index = static_cast<std::size_t>(state);
-  return {.status = CallStatus::kTimedOut, .why = kNames[index < std::size(kNames) ? index : 0]};
-}
-
-}  // namespace
 
 bool CallTable::cancel(std::uint64_t id, WorkItem& taken, const std::function<void()>& before_blocking) {
   Released released;
@@ -62,7 +53,7 @@ void CallTable::expire(Nanos at, Released& released, std::vector<SentCall>& expi
   bool any = false;
   while (const std::uint64_t id = slab_.pop_expired(at)) {
     if (slab_.find(id)->expired) {
-      complete(id, timed_out(CallState::kUnknown), released);
+      complete(id, Completion::timed_out(CallState::kUnknown), released);
     } else if (ConnectionPtr c = begin_grace(id, released)) {
       slab_.set_deadline(id, at + kStateGrace);
       expired.push_back({std::move(c), id});
@@ -85,7 +76,7 @@ WaitEnd CallTable::expire(std::uint64_t id, const std::function<bool()>& interru
   const WaitEnd end = wait(id, now() + kStateGrace, interrupted, out);
   if (end != WaitEnd::kDeadline) return end;
   give_up(id);
-  out = timed_out(CallState::kUnknown);
+  out = Completion::timed_out(CallState::kUnknown);
   return WaitEnd::kDone;
 }
 
@@ -104,7 +95,7 @@ ConnectionPtr CallTable::begin_grace(std::uint64_t id, Released& released) {
   call->expired = true;
   ConnectionPtr c = call->background ? nullptr : parts_.peers.find_connection(call->connection);
   if (!c) {
-    Completion ended = timed_out(call->connection == 0 ? CallState::kWaiting : CallState::kUnknown);
+    Completion ended = Completion::timed_out(call->connection == 0 ? CallState::kWaiting : CallState::kUnknown);
     if (call->background && call->connection != 0) ended.why.clear();  // not asked
     complete(id, std::move(ended), released);
   }
@@ -115,7 +106,7 @@ void CallTable::on_state(const Connection& c, std::uint64_t id, CallState state)
   Released released;
   Lock lock(parts_.mutex);
   Call* call = slab_.find(id);
-  if (call && call->connection == c.id && call->expired) complete(id, timed_out(state), released);
+  if (call && call->connection == c.id && call->expired) complete(id, Completion::timed_out(state), released);
 }
 
 /// Completes an expired call when its reply has arrived. The reply to a request that never ran says so, and the reply
@@ -127,7 +118,7 @@ void CallTable::complete_late(std::uint64_t id, Incoming&& reply, Released& rele
                           : reply.header.flags & kLate ? CallState::kRunning
                                                        : CallState::kReplied;
   if (reply.header.flags & kMustDeliver) orphan(call->peer, call->connection, std::move(reply));
-  complete(id, timed_out(state), released);
+  complete(id, Completion::timed_out(state), released);
 }
 
 void CallTable::send_cancel(const SentCall& call, CancelReason reason, const std::function<void()>& before_blocking) {

@@ -121,20 +121,20 @@ class Engine final : public ForkHandler {
   bool cancel(std::uint64_t call, WorkItem& taken, const std::function<void()>& before_blocking = {}) {
     return parts_.calls.cancel(call, taken, before_blocking);
   }
-  /// Adds the calls of `c` to a wait set: their completions go to `c` instead of the pool. Calls with a completion
-  /// that the pool or a waiting thread has taken are listed in `c.taken_elsewhere`. Returns false, without any change,
-  /// if another thread waits for one of the calls. Never blocks.
-  bool add_wait_set(WaitSet& c) { return parts_.calls.add_wait_set(c); }
+  /// Adds the calls of `set` to a wait set: their completions go to it instead of the pool. Calls with a completion
+  /// that the pool or a waiting thread has taken are listed in `set.taken_elsewhere`. Returns false, without any
+  /// change, if another thread waits for one of the calls. Never blocks.
+  bool add_wait_set(WaitSet& set) { return parts_.calls.add_wait_set(set); }
   /// Waits until a completion of the set has arrived and appends it to `out`, until none is left, or until
   /// `notify_wait_sets` is called. kStopped: no completion will arrive any more.
-  WaitEnd wait(WaitSet& c, const std::function<bool()>& interrupted, std::deque<WorkItem>& out) {
-    return parts_.calls.wait(c, interrupted, out);
+  WaitEnd wait(WaitSet& set, const std::function<bool()>& interrupted, std::deque<WorkItem>& out) {
+    return parts_.calls.wait(set, interrupted, out);
   }
   /// Wakes all wait sets, because the pool or a waiting thread has processed a completion. Never blocks.
   void notify_wait_sets() { parts_.calls.notify_wait_sets(); }
   /// Dissolves a wait set: the pool gets the remaining completions and those in `left`. If the engine has stopped and
   /// the pool has no threads, `left` returns all of them. Never blocks.
-  void remove_wait_set(WaitSet& c, std::deque<WorkItem>& left) { parts_.calls.remove_wait_set(c, left); }
+  void remove_wait_set(WaitSet& set, std::deque<WorkItem>& left) { parts_.calls.remove_wait_set(set, left); }
   /// Removes a completion that is queued for the pool; false if the pool has taken it or will. For use after `stop`,
   /// when the pool may have no threads. Never blocks.
   bool remove_completion(std::uint64_t call) { return parts_.queue.remove_completion(call); }
@@ -219,6 +219,17 @@ class Engine final : public ForkHandler {
   void after_fork_in_child() override NO_THREAD_SAFETY_ANALYSIS;
 
  private:
+  /// How the request of a call is sent.
+  struct Route {
+    std::uint64_t id = 0;
+    std::int64_t size = 0;  // what it counts against the window
+    ConnectionPtr connection;
+    bool straight = false;  // on this connection, without a further search for the peer
+  };
+  bool admit(std::int32_t peer, Outgoing& m, CallOptions& o, Nanos at, Route& route, Released& released)
+      EXCLUDES(engine_mutex);
+  void await_window(std::int32_t peer, Outgoing& m, const CallOptions& o, const Route& route, Released& released)
+      EXCLUDES(engine_mutex);
   bool wait_for_room(std::uint64_t id, std::int32_t peer, std::int64_t size, const CallOptions& o)
       EXCLUDES(engine_mutex);
   void ensure_completion(std::uint64_t id, const CallOptions& o);

@@ -9,69 +9,83 @@
 
 namespace telegrad {
 
+namespace {
+
+/// Completes the header of a request.
+void stamp_request(Outgoing& m, std::uint64_t id, const CallOptions& o, Nanos at) {
+  m.header.type = FrameType::kRequest;
+  m.header.call_id = id;
+  m.header.depth = o.depth;
+  m.deadline = o.deadline;
+  m.stable = o.waits;
+  stamp_timeout(m, at);
+  if (o.nested) m.header.flags |= kNested;
+  m.admitted = !(m.header.flags & kLeftOut);
+}
+
+}  // namespace
+
 std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, CallOptions o) {
-  Released released;
   const Nanos at = now();
   const bool async = o.target != nullptr;
-  std::int64_t size = weight(m->payload_size());
-  std::uint64_t id;
-  ConnectionPtr connection;
-  bool straight = false;  // send on this connection without a further search for the peer
-  {
-    Lock lock(parts_.mutex);
-    id = parts_.calls.open(peer, m->header, at, o);
-    if (parts_.is_stopping()) {
-      parts_.calls.complete(id, Completion{.status = CallStatus::kStopped, .why = kShutDown}, released);
-      return id;
-    }
-    if (const Peer* found = parts_.peers.find(peer)) {
-      connection = found->connection;
-      if (parts_.sender.reject_outdated(*found, id, *m, released)) return id;
-    }
-    if (connection && parts_.sender.reject_oversized(*connection, id, *m, released)) return id;
-    size = weight(m->payload_size());  // `reject_oversized` may have removed the content
-    straight = connection && parts_.sender.window_open(*connection, size);
-    if (!straight || !parts_.overload.is_light(*connection, o)) {
-      if (parts_.overload.reject(id, peer, size, *m, o, released)) return id;
-      size = weight(m->payload_size());
-    }
-    if (straight) parts_.calls.find(id)->connection = connection->id;
-    if (size > kLargePayload && connection && (straight || o.nested || o.never_wait))
-      // Under the lock of the check: callers must not pass it together. Until `route` sends the message, no thread
-      // knows the id with which the call could end; if the session ends, the count ends with its connection.
-      connection->in_flight_bytes.add(id, size);
-  }
-  m->header.type = FrameType::kRequest;
-  m->header.call_id = id;
-  m->header.depth = o.depth;
-  m->deadline = o.deadline;
-  m->stable = o.waits;
-  stamp_timeout(*m, at);
-  if (o.nested) m->header.flags |= kNested;
-  m->admitted = !(m->header.flags & kLeftOut);
-
-  if (!straight) {
-    if (!o.nested && !o.never_wait) {
-      const bool has_room = wait_for_room(id, peer, size, o);
-      stamp_timeout(*m, now());
-      if (!has_room) {  // the call is not made
-        Lock lock(parts_.mutex);
-        parts_.calls.complete(id, Completion{.status = CallStatus::kTimedOut, .why = "waiting"}, released);
-      }
-    } else if (connection) {
-      parts_.sender.count_over_window(*connection, peer, size);
-    }
-  }
+  Released released;
+  Route route;
+  if (!admit(peer, *m, o, at, route, released)) return route.id;
+  stamp_request(*m, route.id, o, at);
+  if (!route.straight) await_window(peer, *m, o, route, released);
   const bool borrowed = !m->segments.empty() && !m->immutable;
   Transmission p{.copy = o.never_wait, .may_coalesce = async, .before_blocking = &o.before_blocking};
-  if (borrowed && o.never_wait && size > kLargePayload)
+  if (borrowed && o.never_wait && route.size > kLargePayload)
     p.copied_owner = copy_payload(*m);  // copy before any lock is held
-  if (straight) p.connection = connection;
-  const SendResult result = straight ? parts_.sender.transmit(connection, m, p) : parts_.sender.route(peer, m, p);
+  if (route.straight) p.connection = route.connection;
+  const SendResult result =
+      route.straight ? parts_.sender.transmit(route.connection, m, p) : parts_.sender.route(peer, m, p);
   if (result == SendResult::kQueued && borrowed && !p.copy)
     parts_.sender.wait_until_sent(peer, p, o.deadline, o.interrupted);
-  if (async) ensure_completion(id, o);
-  return id;
+  if (async) ensure_completion(route.id, o);
+  return route.id;
+}
+
+/// Opens a call, and decides how its request is sent. Returns false if it is not: the call has failed.
+inline bool Engine::admit(std::int32_t peer, Outgoing& m, CallOptions& o, Nanos at, Route& route, Released& released) {
+  Lock lock(parts_.mutex);
+  const std::uint64_t id = route.id = parts_.calls.open(peer, m.header, at, o);
+  if (parts_.is_stopping()) {
+    parts_.calls.complete(id, Completion{.status = CallStatus::kStopped, .why = kShutDown}, released);
+    return false;
+  }
+  ConnectionPtr& connection = route.connection;
+  if (const Peer* found = parts_.peers.find(peer)) {
+    connection = found->connection;
+    if (parts_.sender.reject_outdated(*found, id, m, released)) return false;
+  }
+  if (connection && parts_.sender.reject_oversized(*connection, id, m, released)) return false;
+  route.size = weight(m.payload_size());
+  route.straight = connection && parts_.sender.window_open(*connection, route.size);
+  if (!route.straight || !parts_.overload.is_light(*connection, o)) {
+    if (parts_.overload.reject(id, peer, route.size, m, o, released)) return false;
+    route.size = weight(m.payload_size());  // it may have removed the content
+  }
+  if (route.straight) parts_.calls.find(id)->connection = connection->id;
+  if (route.size > kLargePayload && connection && (route.straight || o.nested || o.never_wait))
+    // Under the lock of the check: callers must not pass it together. Until `route` sends the message, no thread
+    // knows the id with which the call could end; if the session ends, the count ends with its connection.
+    connection->in_flight_bytes.add(id, route.size);
+  return true;
+}
+
+/// Waits until the peer takes one more request, unless the caller cannot wait.
+void Engine::await_window(std::int32_t peer, Outgoing& m, const CallOptions& o, const Route& route,
+                          Released& released) {
+  if (o.nested || o.never_wait) {
+    if (route.connection) parts_.sender.count_over_window(*route.connection, peer, route.size);
+    return;
+  }
+  const bool has_room = wait_for_room(route.id, peer, route.size, o);
+  stamp_timeout(m, now());
+  if (has_room) return;
+  Lock lock(parts_.mutex);
+  parts_.calls.complete(route.id, Completion::timed_out(CallState::kWaiting), released);  // the call is not made
 }
 
 /// Waits until the peer has room for a request, and counts its bytes. Returns false if the deadline has passed, or the

@@ -12,8 +12,6 @@ std::uint64_t trailer_size(const Outgoing& m) {
   return has_trailer(m.header.flags, m.segments.size()) ? m.segments.back().size : 0;
 }
 
-std::string number(std::uint64_t n) { return std::to_string(n); }
-
 }  // namespace
 
 bool fits(const Outgoing& m, const Limits& limits) {

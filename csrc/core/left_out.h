@@ -9,6 +9,7 @@
 // A request whose caller has given up keeps its content if the peer needs that: see `may_leave_out`.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -20,6 +21,9 @@
 namespace telegrad {
 
 using wire::LeftOut;  // first byte of the body of such a message; the rest of the body is text
+
+/// Returns a number for the text of an error.
+inline std::string number(std::uint64_t n) { return std::to_string(n); }
 
 /// Returns whether a message is within the limits of its receiver.
 bool fits(const Outgoing& message, const Limits& limits);

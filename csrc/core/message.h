@@ -64,6 +64,23 @@ enum class CallState : std::uint8_t {
   kReplied = 4,  // the callee has replied, but the reply was late or lost
 };
 
+/// Returns the name of a state for errors; "unknown" for a number that a peer has made up.
+constexpr const char* name_of(CallState state) {
+  switch (state) {
+    case CallState::kWaiting:
+      return "waiting";
+    case CallState::kQueued:
+      return "queued";
+    case CallState::kRunning:
+      return "running";
+    case CallState::kReplied:
+      return "reply lost";
+    case CallState::kUnknown:
+      break;
+  }
+  return "unknown";
+}
+
 inline bool is_handshake(FrameType t) { return t <= FrameType::kConfirm; }
 
 /// Returns whether a frame has a number: the count of such frames before it on its connection.

@@ -7,16 +7,6 @@
 #include "core/left_out.h"
 
 namespace telegrad {
-namespace {
-
-// Peers that keep the limits pass them by what was on its way, and by messages without content.
-constexpr std::int64_t kHardFactor = 2;
-constexpr std::int64_t kHardRequests = 1024;
-constexpr std::int64_t kHardBytes = 64 << 20;
-
-std::string number(std::uint64_t n) { return std::to_string(n); }
-
-}  // namespace
 
 Overload::Overload(EngineParts& parts, const LoadLimits& limits, const Limits& of_peers)
     : parts_(parts),

@@ -53,8 +53,8 @@ struct Receiver {
   RecordingInbox inbox;
 };
 
-struct Sender {
-  explicit Sender(std::uint64_t limit = kPlenty) : multicast_arena(std::make_shared<MulticastArena>(limit)) {}
+struct SendingEnd {
+  explicit SendingEnd(std::uint64_t limit = kPlenty) : multicast_arena(std::make_shared<MulticastArena>(limit)) {}
   Buffer allocate(char fill, std::size_t size = kMiB) {
     Buffer buffer = multicast_arena->allocate(size);
     CHECK(buffer && buffer->size() == size);
@@ -66,7 +66,7 @@ struct Sender {
 };
 
 CASE(multicast_data_is_in_memory_once) {
-  Sender s;
+  SendingEnd s;
   Receiver r[3];
   Buffer buffer = s.allocate('a');
   for (Receiver& one : r) CHECK(one.announce(buffer));
@@ -85,7 +85,7 @@ CASE(multicast_data_is_in_memory_once) {
 }
 
 CASE(every_receiver_owns_its_view) {
-  Sender s;
+  SendingEnd s;
   Receiver r[2];
   Buffer buffer = s.allocate('a');
   for (Receiver& one : r) CHECK(one.announce(buffer) && one.send(buffer));
@@ -102,7 +102,7 @@ CASE(every_receiver_owns_its_view) {
 }
 
 CASE(one_receiver_gets_a_buffer_twice) {
-  Sender s;
+  SendingEnd s;
   Receiver r;
   const Buffer buffer = s.allocate('a');
   CHECK(r.announce(buffer));
@@ -113,7 +113,7 @@ CASE(one_receiver_gets_a_buffer_twice) {
 }
 
 CASE(a_receiver_without_the_chunk_gets_bytes) {
-  Sender s;
+  SendingEnd s;
   Receiver prepared, refuses(0), not_asked;
   const Buffer buffer = s.allocate('a');
   CHECK(prepared.announce(buffer));
@@ -126,7 +126,7 @@ CASE(a_receiver_without_the_chunk_gets_bytes) {
 }
 
 CASE(other_transports_send_the_bytes) {
-  Sender s;
+  SendingEnd s;
   const Buffer buffer = s.allocate('a');
   for (const char* scheme : {"unix", "tcp", "inproc"}) {
     Ends ends(scheme);
@@ -142,7 +142,7 @@ CASE(other_transports_send_the_bytes) {
 }
 
 CASE(memory_that_a_lost_receiver_may_read_is_not_written_to) {
-  Sender s;
+  SendingEnd s;
   Receiver stays;
   std::optional<Receiver> goes(std::in_place);
   Buffer buffer = s.allocate('a');
@@ -163,7 +163,7 @@ CASE(memory_that_a_lost_receiver_may_read_is_not_written_to) {
 }
 
 CASE(the_end_of_a_receiver_without_leases_keeps_the_chunk) {
-  Sender s;
+  SendingEnd s;
   std::optional<Receiver> goes(std::in_place);
   Buffer buffer = s.allocate('a');
   const std::byte* data = buffer->data();
@@ -174,18 +174,18 @@ CASE(the_end_of_a_receiver_without_leases_keeps_the_chunk) {
 }
 
 CASE(chunks_stay_within_the_limit) {
-  Sender s(4 * kMiB);
+  SendingEnd s(4 * kMiB);
   CHECK(!s.multicast_arena->allocate(5 * kMiB));
   std::vector<Buffer> all;
   while (Buffer buffer = s.multicast_arena->allocate(kMiB)) all.push_back(std::move(buffer));
   CHECK_EQ(all.size(), 4u);
   all.clear();
   CHECK(s.multicast_arena->allocate(4 * kMiB));
-  CHECK(!Sender(0).multicast_arena->allocate(1));
+  CHECK(!SendingEnd(0).multicast_arena->allocate(1));
 }
 
 CASE(unused_chunks_are_released_and_receivers_are_notified) {
-  Sender s;
+  SendingEnd s;
   Receiver r;
   const int descriptors = open_descriptors();
   Buffer buffer = s.allocate('a');
@@ -213,7 +213,7 @@ long page_faults() {
 }
 
 CASE(pages_that_are_only_read_stay_mapped) {
-  Sender s;
+  SendingEnd s;
   Receiver r;
   Buffer buffer = s.allocate('a', 8 * kMiB);
   CHECK(r.announce(buffer) && r.send(buffer) && r.has('a'));
@@ -226,7 +226,7 @@ CASE(pages_that_are_only_read_stay_mapped) {
 }
 
 CASE(a_receiver_that_writes_gets_copies) {
-  Sender s;
+  SendingEnd s;
   Receiver r;
   const Buffer buffer = s.allocate('a');
   CHECK(r.announce(buffer) && r.send(buffer));
@@ -242,7 +242,7 @@ CASE(a_receiver_that_writes_gets_copies) {
 }
 
 CASE(a_fork_keeps_multicast_tensors) {
-  Sender s;
+  SendingEnd s;
   Receiver r;
   Buffer buffer = s.allocate('a');
   CHECK(r.announce(buffer) && r.send(buffer));

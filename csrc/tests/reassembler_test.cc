@@ -10,8 +10,8 @@ namespace {
 constexpr Limits kSmall{.body = 64 << 20, .message = 1 << 20, .segments = 1 << 10, .trailer = 1 << 10};
 
 /// Begins large messages whose only fragment, of one byte, is missing. Content has a size, but no memory.
-struct Sender {
-  Sender() { reassembler.set_limits(kSmall); }
+struct FragmentSource {
+  FragmentSource() { reassembler.set_limits(kSmall); }
   /// Returns whether the frame is accepted.
   bool begin(std::uint64_t body, std::uint32_t segments = 0, std::size_t name = 0) {
     Incoming m;
@@ -49,14 +49,14 @@ struct Sender {
 };
 
 CASE(incomplete_messages_are_limited) {
-  Sender s;
+  FragmentSource s;
   CHECK_EQ(s.count(2 * kMaxIncomplete, 0), kMaxIncomplete + 1);
   CHECK(s.inbox.messages.empty());
 }
 
 /// Only those that are incomplete at the same time count.
 CASE(any_number_of_messages_may_follow_each_other) {
-  Sender s;
+  FragmentSource s;
   CHECK(s.begin(0));
   for (std::uint64_t n = 0; n < 2 * kMaxIncomplete; ++n) {
     CHECK(s.begin(0));
@@ -69,18 +69,18 @@ CASE(what_incomplete_messages_hold_is_limited) {
   const std::uint64_t most = kMaxMissing + kSmall.body + kSmall.message + kSmall.trailer;
   const std::uint64_t of_segments = std::uint64_t{kSmall.segments} * 128;
   {
-    Sender s;
+    FragmentSource s;
     const std::uint64_t n = s.count(2 * kMaxIncomplete, kSmall.body);
     CHECK(n >= kMaxMissing / kSmall.body && n <= (most + of_segments) / kSmall.body + 2);
   }
-  Sender s;  // blocks and names take memory, too
+  FragmentSource s;  // blocks and names take memory, too
   const std::uint64_t n = s.count(kMaxIncomplete, 400 << 10, kSmall.segments - 1, 100 << 10);
   CHECK(n < kMaxIncomplete && n * ((500 << 10) + of_segments) <= most + 2 * (of_segments + (500 << 10)));
 }
 
 /// A message of the largest size may follow one that is incomplete.
 CASE(the_largest_message_may_follow_an_incomplete_one) {
-  Sender s;
+  FragmentSource s;
   CHECK(s.begin(kSmall.body, kSmall.segments - 1));
   CHECK(s.begin(kSmall.body, kSmall.segments - 1));
   CHECK(s.begin(0));
