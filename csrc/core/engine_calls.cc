@@ -25,29 +25,9 @@ void stamp_request(Outgoing& m, std::uint64_t id, const CallOptions& o, Nanos at
 
 }  // namespace
 
-std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, CallOptions o) {
-  const Nanos at = now();
-  const bool async = o.target != nullptr;
-  Released released;
-  Route route;
-  if (!admit(peer, *m, o, at, route, released)) return route.id;
-  stamp_request(*m, route.id, o, at);
-  if (!route.straight) await_window(peer, *m, o, route, released);
-  const bool borrowed = !m->segments.empty() && !m->immutable;
-  Transmission p{.copy = o.never_wait, .may_coalesce = async, .before_blocking = &o.before_blocking};
-  if (borrowed && o.never_wait && route.size > kLargePayload)
-    p.copied_owner = copy_payload(*m);  // copy before any lock is held
-  if (route.straight) p.connection = route.connection;
-  const SendResult result =
-      route.straight ? parts_.sender.transmit(route.connection, m, p) : parts_.sender.route(peer, m, p);
-  if (result == SendResult::kQueued && borrowed && !p.copy)
-    parts_.sender.wait_until_sent(peer, p, o.deadline, o.interrupted);
-  if (async) ensure_completion(route.id, o);
-  return route.id;
-}
-
 /// Opens a call, and decides how its request is sent. Returns false if it is not: the call has failed.
-inline bool Engine::admit(std::int32_t peer, Outgoing& m, CallOptions& o, Nanos at, Route& route, Released& released) {
+[[gnu::always_inline]] inline bool Engine::admit(std::int32_t peer, Outgoing& m, CallOptions& o, Nanos at, Route& route,
+                                                 Released& released) {
   Lock lock(parts_.mutex);
   const std::uint64_t id = route.id = parts_.calls.open(peer, m.header, at, o);
   if (parts_.is_stopping()) {
@@ -72,6 +52,27 @@ inline bool Engine::admit(std::int32_t peer, Outgoing& m, CallOptions& o, Nanos 
     // knows the id with which the call could end; if the session ends, the count ends with its connection.
     connection->in_flight_bytes.add(id, route.size);
   return true;
+}
+
+std::uint64_t Engine::start(std::int32_t peer, std::unique_ptr<Outgoing>&& m, CallOptions o) {
+  const Nanos at = now();
+  const bool async = o.target != nullptr;
+  Released released;
+  Route route;
+  if (!admit(peer, *m, o, at, route, released)) return route.id;
+  stamp_request(*m, route.id, o, at);
+  if (!route.straight) await_window(peer, *m, o, route, released);
+  const bool borrowed = !m->segments.empty() && !m->immutable;
+  Transmission p{.copy = o.never_wait, .may_coalesce = async, .before_blocking = &o.before_blocking};
+  if (borrowed && o.never_wait && route.size > kLargePayload)
+    p.copied_owner = copy_payload(*m);  // copy before any lock is held
+  if (route.straight) p.connection = route.connection;
+  const SendResult result =
+      route.straight ? parts_.sender.transmit(route.connection, m, p) : parts_.sender.route(peer, m, p);
+  if (result == SendResult::kQueued && borrowed && !p.copy)
+    parts_.sender.wait_until_sent(peer, p, o.deadline, o.interrupted);
+  if (async) ensure_completion(route.id, o);
+  return route.id;
 }
 
 /// Waits until the peer takes one more request, unless the caller cannot wait.
