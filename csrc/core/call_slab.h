@@ -23,7 +23,7 @@ struct Completion {
   static Completion lost(CallStatus status, const LinkError& why) {
     return {.status = status, .loss = why.loss(), .why = why.text};
   }
-  /// Returns the completion of a call whose deadline has passed.
+  /// Returns the completion of a call after its deadline.
   static Completion timed_out(CallState state) { return {.status = CallStatus::kTimedOut, .why = name_of(state)}; }
 
   CallStatus status = CallStatus::kPending;

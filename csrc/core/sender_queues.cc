@@ -69,7 +69,7 @@ void Sender::enqueue(Connection& c, std::unique_ptr<Outgoing>&& m, Transmission&
   note_front(c);
 }
 
-/// Notes the large reply that is being sent: it is no reason to hold requests.
+/// Records the large reply that is being sent: it is no reason to hold requests.
 void Sender::note_front(Connection& c) {
   const bool large = !c.queue.empty() && c.queue.front().large;
   c.large_reply.store(large ? c.queue.front().queued_weight : 0, std::memory_order_relaxed);

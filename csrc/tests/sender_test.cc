@@ -9,7 +9,7 @@
 namespace telegrad::test {
 namespace {
 
-/// A link that records what is sent, and blocks when it is told to.
+/// A link that records what is sent, and can be blocked.
 class ScriptedLink final : public Link {
  public:
   int fd() const override { return -1; }
