@@ -16,9 +16,8 @@ std::int64_t reply_weight(const Outgoing& m) {
   return m.header.type == FrameType::kReply ? weight(m.payload_size()) : 0;
 }
 
-/// Removes the text of a name that the peer knows. If the peer keeps no more
-/// names, each message with a further one defines it again. So does a large message: others are delivered before it.
-/// Returns false if the peer keeps no more.
+/// Removes the text of a name that the peer knows. If the peer keeps no more names, each message with a further one
+/// defines it again. So does a large message: others are delivered before it. Returns false if the peer keeps no more.
 bool name_for_peer(Connection& c, Outgoing& m) REQUIRES(c.send_mutex) {
   const std::uint32_t name = m.header.name_id;
   if (name <= kMaxNames) {
@@ -40,8 +39,8 @@ bool name_for_peer(Connection& c, Outgoing& m) REQUIRES(c.send_mutex) {
 
 }  // namespace
 
-/// Completes a message whose sending begins. A large one must not define a name
-/// or carry credit, because later messages are delivered before it.
+/// Completes a message whose sending begins. A large one must not define a name or carry credit, because later messages
+/// are delivered before it.
 void Sender::prepare(Connection& c, Outgoing& m) {
   if (std::exchange(m.prepared, true)) return;
   if (m.header.name_id != 0 && !name_for_peer(c, m)) parts_.overload.count(Limit::kNames);
@@ -92,8 +91,7 @@ std::unique_ptr<Outgoing> Sender::dequeue(Connection& c, SendQueue& queue) {
   return m;
 }
 
-/// Returns the queue whose first message is to be sent next: `overtaking`, unless
-/// messages before it are not large.
+/// Returns the queue whose first message is to be sent next: `overtaking`, unless messages before it are not large.
 SendQueue& Sender::next_queue(Connection& c) {
   if (c.overtaking.empty()) return c.queue;
   if (c.queue.empty()) return c.overtaking;
