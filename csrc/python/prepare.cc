@@ -60,6 +60,7 @@ Preparer::Preparer(const Engine& engine, const codec::Codec& codec, const Autogr
       current_(environment.attr("current")),
       info_type_(environment.attr("info_type")),
       form_type_(environment.attr("form_type")),
+      request_type_(environment.attr("request_type")),
       future_type_(environment.attr("future_type")),
       no_devices_(environment.attr("no_devices")),
       by_value_(environment.attr("by_value")),
@@ -117,7 +118,8 @@ PreparedCall Preparer::prepare(const CallForm& form) const {
       call_python(encode_slow_.ptr(), python_result(PyObject_Call(form_type_.ptr(), slow.ptr(), nullptr)).ptr()));
   call.label = call.request.attr("label");
   call.keep_alive = call.request.attr("keep");
-  if (PyDict_GET_SIZE(interceptors_.ptr()) == 0) call.message = compose_request(call.request);
+  // Python has decided whether interceptors get the call: another thread may have removed the last one since.
+  if (call.request.type().is(request_type_)) call.message = compose_request(call.request);
   return call;
 }
 
@@ -256,11 +258,27 @@ void Preparer::set_call(nb::handle target, std::uint64_t id) const {
 bool Preparer::in_event_loop() const { return !returns(running_loop_, Py_None); }
 
 int Preparer::traverse(visitproc visit, void* arg) const {
-  for (const nb::object* o : {&calls_,        &encode_slow_,  &find_peer_,         &find_name_,
-                              &peers_,        &functions_,    &methods_,           &current_,
-                              &info_type_,    &form_type_,    &future_type_,       &no_devices_,
-                              &by_value_,     &interceptors_, &is_grad_enabled_,   &is_autocast_enabled_,
-                              &running_loop_, &caller_flags_, &checked_arguments_, &check_blocking_}) {
+  for (const nb::object* o : {&calls_,
+                              &encode_slow_,
+                              &find_peer_,
+                              &find_name_,
+                              &peers_,
+                              &functions_,
+                              &methods_,
+                              &current_,
+                              &info_type_,
+                              &form_type_,
+                              &request_type_,
+                              &future_type_,
+                              &no_devices_,
+                              &by_value_,
+                              &interceptors_,
+                              &is_grad_enabled_,
+                              &is_autocast_enabled_,
+                              &running_loop_,
+                              &caller_flags_,
+                              &checked_arguments_,
+                              &check_blocking_}) {
     Py_VISIT(o->ptr());
   }
   return 0;

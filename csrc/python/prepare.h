@@ -32,7 +32,7 @@ struct CallForm {
 struct PreparedCall {
   std::int32_t peer = -1;
   std::unique_ptr<Outgoing> message;  // null if an interceptor has to send `request`
-  nb::object request;                 // telegrad.worker.calls.encoded.Request, if Python encoded it
+  nb::object request;                 // Request if Python encoded it, else InterceptedRequest
   nb::object keep_alive;              // kept alive until the reply, or not valid
   nb::object context = nb::none();    // the caller's autograd context
   nb::object chain;                   // the caller's call chain (int), inside a scope
@@ -90,7 +90,7 @@ class Preparer {
   nb::object functions_;                            // dict: function -> _Known, see telegrad.serialize.function_names
   nb::object methods_;                              // dict: method name -> (number, text)
   nb::object current_;                              // the ContextVar of the scope, see telegrad.worker.scope
-  nb::object info_type_, form_type_, future_type_, no_devices_;
+  nb::object info_type_, form_type_, request_type_, future_type_, no_devices_;
   nb::object by_value_;      // set: modules that travel by value
   nb::object interceptors_;  // dict: those of this process, see telegrad.worker.calls.interceptors
   nb::object is_grad_enabled_, is_autocast_enabled_, running_loop_;

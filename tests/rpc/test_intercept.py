@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from telegrad import autograd, rpc
 from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, SerializationError, TelegradError
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import Cluster, Gate, assert_quiescent, cluster
-from telegrad.worker.calls import interceptors
+from telegrad.worker.calls import interception, interceptors
 
 pytestmark = pytest.mark.usefixtures("no_interceptors_left", "clean")
 
@@ -242,6 +243,33 @@ def test_interceptors_nest_and_are_removed() -> None:
     assert rpc.rpc_sync("w1", add, (1,)) == 2
     inner.remove()
     assert order == ["outer", "inner", "inner"]
+
+
+@pytest.mark.parametrize("how", ["sync", "async", "remote"])
+@pytest.mark.parametrize("change", ["remove", "add"])
+def test_interceptors_that_change_while_a_call_is_encoded(
+    two: Cluster, how: str, change: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread changes them just after Python has decided whether they get the call."""
+    chain = two[0]._worker.calls.interceptors
+    decide = interception.is_intercepted
+    decisions: list[bool] = []
+
+    def decide_and_change(calls: Any, form: Any) -> bool:
+        decisions.append(decide(calls, form))
+        if len(decisions) == 1:
+            getattr(chain, change)(seen)
+        return decisions[-1]
+
+    if change == "remove":
+        chain.add(seen)
+    monkeypatch.setattr(interception, "is_intercepted", decide_and_change)
+    assert call(how, add, Fraction(1)) == 2  # Python encodes a fraction
+    if change == "add":
+        chain.remove(seen)
+    assert decisions[0] == (change == "remove")
+    # It was removed, so it gets what the call that had been given to it still sends; or was added too late.
+    assert [given.kind for given in seen if given.kind != "to_here"] == []
 
 
 def test_other_workers_calls_are_not_intercepted(two: Cluster, seen: Seen) -> None:

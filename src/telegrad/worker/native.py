@@ -17,6 +17,7 @@ from telegrad.worker.autograd_hooks import AutogradHooks
 from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.callables import checked_arguments, rerun_for_torch_error
 from telegrad.worker.calls.client import CallForm, Calls
+from telegrad.worker.calls.encoded import Request
 from telegrad.worker.calls.future import NO_DEVICES, CallFuture
 from telegrad.worker.calls.interceptors import active
 from telegrad.worker.calls.messages import Messages
@@ -39,6 +40,7 @@ class Environment(NamedTuple):
     current: ContextVar[Scope | None] = current
     info_type: type = WorkerInfo
     form_type: type = CallForm
+    request_type: type = Request
     future_type: type = CallFuture
     no_devices: object = NO_DEVICES
     by_value: object = BY_VALUE
