@@ -2,15 +2,15 @@
 
 Run python tools/wire_header.py [--check].
 
-Both languages read these numbers. Python defines them; the header has the same names as constants. `--check` fails if
-the header differs from what would be generated.
+Both languages read these numbers and texts. Python defines them; the header has the same names as constants. `--check`
+fails if the header differs from what would be generated.
 """
 
 import importlib.util
 import inspect
 import re
 import sys
-from enum import IntEnum, IntFlag
+from enum import IntEnum, IntFlag, StrEnum
 from pathlib import Path
 from types import ModuleType
 
@@ -54,10 +54,11 @@ def generate() -> str:
         module = load(WIRE / f"{name}.py")
         comments = comments_of(module)
         for table, numbers in vars(module).items():
-            if isinstance(numbers, type) and issubclass(numbers, (IntEnum, IntFlag)) and len(numbers):
+            if isinstance(numbers, type) and issubclass(numbers, (IntEnum, IntFlag, StrEnum)) and len(numbers):
                 parts.append(table_of(table, numbers, comments))
             elif isinstance(numbers, int) and table.isupper():
-                parts.append(f"inline constexpr std::uint64_t {constant(table)} = {numbers};\n")
+                kind = "std::uint64_t" if numbers >= 0 else "std::int64_t"
+                parts.append(f"inline constexpr {kind} {constant(table)} = {numbers};\n")
     return "\n".join(parts) + "\n}  // namespace telegrad::wire\n"
 
 
@@ -83,16 +84,17 @@ def comments_of(module: ModuleType) -> dict[tuple[str, str], str]:
     return found
 
 
-def table_of(table: str, numbers: type[IntEnum] | type[IntFlag], comments: dict[tuple[str, str], str]) -> str:
+def table_of(table: str, numbers: type[IntEnum | IntFlag | StrEnum], comments: dict[tuple[str, str], str]) -> str:
     about = (numbers.__doc__ or "").splitlines()[0]
     kind = ENUM_CLASSES.get(table)
     lines = [f"/// {about}", f"enum class {table} : {kind} {{" if kind else f"struct {table} {{"]
     for name, number in numbers.__members__.items():
-        line = (
-            f"  {constant(name)} = {int(number)},"
-            if kind
-            else f"  static constexpr int {constant(name)} = {int(number)};"
-        )
+        if kind:
+            line = f"  {constant(name)} = {int(number)},"
+        elif isinstance(number, str):
+            line = f'  static constexpr const char* {constant(name)} = "{number}";'
+        else:
+            line = f"  static constexpr int {constant(name)} = {int(number)};"
         comment = comments.get((table, name))
         if comment and len(line) + len(comment) + 5 <= WIDTH:
             line += f"  // {comment}"

@@ -20,7 +20,7 @@ struct Limits {
   // And the bytes of large ones among them, see core/request_bytes.h.
   std::uint64_t request_bytes = std::uint64_t{16} << 30;
   // Of the trailer: the same on all workers, not exchanged.
-  std::uint64_t trailer = 16 << 20;
+  std::uint64_t trailer = wire::kMaxMetadata;
   // Of the link, not of a frame: bytes of memory that it leases to its sender, and that it maps from its peer. Used by
   // shared-memory links only.
   std::uint64_t leased = std::uint64_t{1} << 30;

@@ -26,7 +26,7 @@ namespace telegrad {
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 inline constexpr std::uint32_t kMagic = 0x31524754;  // "TGR1"
-inline constexpr std::uint32_t kProtocolVersion = 10;
+inline constexpr std::uint32_t kProtocolVersion = 11;
 
 enum class FrameType : std::uint8_t {
   kHello = 1,      // handshake, initiator: own identity, wanted identity, nonce
@@ -66,19 +66,20 @@ enum class CallState : std::uint8_t {
 
 /// Returns the name of a state for errors; "unknown" for a number that a peer has made up.
 constexpr const char* name_of(CallState state) {
+  using Text = wire::CallStateText;
   switch (state) {
     case CallState::kWaiting:
-      return "waiting";
+      return Text::kWaiting;
     case CallState::kQueued:
-      return "queued";
+      return Text::kQueued;
     case CallState::kRunning:
-      return "running";
+      return Text::kRunning;
     case CallState::kReplied:
-      return "reply lost";
+      return Text::kReplyLost;
     case CallState::kUnknown:
       break;
   }
-  return "unknown";
+  return Text::kUnknown;
 }
 
 inline bool is_handshake(FrameType t) { return t <= FrameType::kConfirm; }
@@ -145,7 +146,7 @@ using Released = std::vector<std::unique_ptr<KeepAlive>>;
 
 struct PendingSend;  // see connection.h
 
-inline constexpr std::int64_t kAnyEpoch = -1;  // of a message that may be sent in any session
+inline constexpr std::int64_t kAnyEpoch = wire::kAnyEpoch;
 
 /// A message to send. Its body and segments point into memory that `owner` owns.
 struct Outgoing {

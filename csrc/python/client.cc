@@ -25,7 +25,7 @@ constexpr std::uint64_t kNotEncodable = ~std::uint64_t{0};  // no call has this 
 
 /// Reply to messages of a backward pass that is no list of messages.
 struct OtherReply {
-  nb::object completion;  // as Engine.call returns it
+  nb::object completion;  // see wire::CompletionField
 };
 
 std::unique_ptr<PyRefs> refs_to(nb::handle object) {
@@ -182,20 +182,27 @@ class Client {
     }
   }
 
+  nb::tuple read_scope(Nanos timeout) {
+    PreparedCall call;
+    preparer_.read_scope(call, timeout);
+    return nb::make_tuple(call.context, call.timeout, call.depth);
+  }
+
   void notify_wait_sets() { engine_.notify_wait_sets(); }
 
   // ---- messages of autograd
 
-  std::uint64_t send_gradients(std::int32_t peer, nb::handle messages, Nanos timeout, nb::handle target) {
-    PreparedCall call;
-    call.message = encode_basic(codec_, wire::kGradients, wire::kMustRun, messages);
-    if (!call.message) return kNotEncodable;
+  std::uint64_t send_gradients(std::int32_t peer, nb::handle messages, Nanos timeout, nb::handle target,
+                               nb::handle encoded) {
+    auto message = encoded.is_none() ? encode_basic(codec_, wire::kGradients, wire::kMustRun, messages)
+                                     : compose_encoded(wire::kGradients, wire::kMustRun, encoded);
+    if (!message) return kNotEncodable;
     CallOptions o;
     o.deadline = deadline_after(now(), timeout);
     o.nested = true;
     o.background = true;
     o.target = refs_to(target);
-    return begin_call(engine_, peer, std::move(call.message), std::move(o), true);
+    return begin_call(engine_, peer, std::move(message), std::move(o), true);
   }
 
   nb::object await_gradients(std::uint64_t call, Nanos timeout) {
@@ -220,9 +227,8 @@ class Client {
   }
 
   int traverse(visitproc visit, void* arg) const {
-    for (const nb::object* o : {&engine_object_, &codec_object_, &send_, &send_and_wait_, &not_initialized_}) {
+    for (const nb::object* o : {&engine_object_, &codec_object_, &send_, &send_and_wait_, &not_initialized_})
       Py_VISIT(o->ptr());
-    }
     if (const int visited = preparer_.traverse(visit, arg)) return visited;
     if (const int visited = completions_.traverse(visit, arg)) return visited;
     return autograd_.traverse(visit, arg);
@@ -370,7 +376,7 @@ PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {0, 
 
 void init_client(nb::module_& m) {
   nb::class_<OtherReply>(m, "OtherReply", "Reply to messages of a backward pass that is no list of messages.")
-      .def_ro("outcome", &OtherReply::completion, "Completion in the form that `Engine.call` returns.");
+      .def_ro("outcome", &OtherReply::completion, "Completion of the call, see `telegrad.wire.CompletionField`.");
 
   nb::class_<Client>(
       m, "Client", nb::type_slots(slots),
@@ -404,8 +410,8 @@ void init_client(nb::module_& m) {
            "Send a request that Python has encoded.\n\n"
            "`target` is a future, or is called with the completion.")
       .def("wait", &Client::wait, "future"_a, "call"_a, "timeout"_a,
-           "Wait for the completion of a call, like `Engine.wait`, and complete its future.\n\n"
-           "Returns False if the completion went to the pool.")
+           "Wait for the completion of a call and complete its future.\n\n"
+           "Returns False if the completion went to the pool. If it raises, for a signal handler, call it again.")
       .def("cancel", &Client::cancel, "call"_a,
            "Cancel a started call and complete its future.\n\n"
            "If another thread waits for the call, that thread completes the future. "
@@ -414,11 +420,13 @@ void init_client(nb::module_& m) {
            "End a pending call soon, as if its deadline had just passed.\n\n"
            "Its error says how far the call had come.")
       .def("send_gradients", &Client::send_gradients, "peer"_a, "messages"_a, "timeout"_a, "target"_a,
+           "encoded"_a = nb::none(),
            "Send messages of a backward pass and return the call's id.\n\n"
+           "`encoded`: the messages as an `Encoded`, if Python has encoded them.\n"
            "The completion goes to `await_gradients`, or to `target`, which the pool calls if no thread waits.\n"
            "Returns 0 if the engine has been stopped, NOT_ENCODABLE if nothing has been sent.")
       .def("await_gradients", &Client::await_gradients, "call"_a, "timeout"_a,
-           "Wait for the reply, like `Engine.wait`.\n\n"
+           "Wait for the reply, like `wait`.\n\n"
            "Returns messages, an `OtherReply`, or None if the completion went to the pool.")
       .def("complete_many", &Client::complete_many, "futures"_a, "calls"_a, "results"_a, "notify_when_done"_a,
            "Wait for started calls and complete their futures in this thread.\n\n"
@@ -427,6 +435,9 @@ void init_client(nb::module_& m) {
            "`notify_wait_sets`. Returns the first future that failed; None if none did, though other threads may\n"
            "still process some; False, without waiting, if another thread waits for one of them. Raises the\n"
            "exception of a signal handler.")
+      .def("read_scope", &Client::read_scope, "timeout"_a,
+           nb::sig("def read_scope(self, timeout: int) -> tuple[typing.Any, int, int]"),
+           "Return autograd context, timeout within the scope, and depth of a call.")
       .def("notify_wait_sets", &Client::notify_wait_sets,
            "Notify threads in `complete_many` that another thread has completed a future.")
       .def("notify_context_ended", &Client::notify_context_ended, "peer"_a, "value"_a, "epoch"_a = kAnyEpoch,

@@ -45,26 +45,6 @@ nb::tuple call(Engine& e, std::int32_t peer, int tag, int flags, std::uint32_t n
   return completion_tuple(call_and_wait(e, peer, std::move(m), std::move(o)));
 }
 
-std::uint64_t start(Engine& e, std::int32_t peer, int tag, int flags, std::uint32_t name_id, nb::handle name,
-                    const nb::bytes& body, nb::handle segments, Nanos timeout, bool nested, bool never_wait,
-                    bool background, nb::handle target, nb::handle keep_alive) {
-  auto m = compose(tag, flags, body, segments);
-  set_name(*m, name_id, name);
-  CallOptions o;
-  o.deadline = deadline_of(timeout);
-  o.nested = nested;
-  o.background = background;
-  o.target = refs_to(target);
-  o.keep_alive = refs_to(keep_alive);
-  return begin_call(e, peer, std::move(m), std::move(o), never_wait);
-}
-
-std::optional<nb::tuple> wait(Engine& e, std::uint64_t id, Nanos timeout) {
-  Completion completion;
-  if (!take_completion(e, id, timeout, completion)) return std::nullopt;
-  return completion_tuple(std::move(completion));
-}
-
 bool reply(Engine& e, std::uint64_t connection, std::uint64_t call, int tag, int flags, const nb::bytes& body,
            nb::handle segments) {
   auto m = compose(tag, flags, body, segments);
@@ -247,23 +227,13 @@ void init_engine(nb::module_& m) {
       .def("call", call, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
            "timeout"_a, "nested"_a, "keep_alive"_a.none(),
            "Send a request and wait.\n\n"
-           "Returns (status, tag, flags, body, segments, peer, connection, why).")
-      .def("start", start, "peer"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a, "segments"_a.none(),
-           "timeout"_a, "nested"_a, "never_wait"_a, "deferred"_a, "target"_a, "keep_alive"_a.none(),
-           "Send a request and return the call's id; 0 if the engine has been stopped.\n\n"
-           "The completion goes to the pool with `target`, unless a thread waits for it. If `deferred`, it wakes no\n"
-           "thread: without a leader it is processed up to 2 ms later. With the flag MUST_DELIVER, the request waits\n"
-           "for a connection without limit.")
-      .def("wait", wait, "call"_a, "timeout"_a,
-           "Wait for the completion of a started call. None: it went to the pool.\n\n"
-           "Raises the exception of a signal handler. The caller must then call `wait` again: a completion that has\n"
-           "arrived by then is kept for it.")
+           "Returns the completion, see `telegrad.wire.CompletionField`.")
       .def("reply", reply, "connection"_a, "call"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(),
            "Reply to a request. False: its session has ended.\n\n"
            "The segments' memory may change once this has returned; the list may be emptied.")
       .def("detach", &Engine::detach, "connection"_a, "call"_a, "deferred"_a,
            "Record that no thread runs a request, and return whether it has been canceled.\n\n"
-           "If it is canceled later, the pool gets a work item of kind 6.")
+           "If it is canceled later, the pool gets a work item of the kind CANCEL.")
       .def("parked", &Engine::parked, "Return the number of requests that wait for their inputs.")
       .def("is_canceled", &Engine::is_canceled, "connection"_a, "call"_a,
            "Return whether a request that has no reply yet has been canceled.")
@@ -280,18 +250,14 @@ void init_engine(nb::module_& m) {
       .def("send", send, "peer"_a, "tag"_a, "flags"_a, "body"_a, "segments"_a.none(), "epoch"_a = kAnyEpoch,
            "Send a one-way message. False: it is not sent.\n\n"
            "The peer is known to have left, or the epoch has ended.")
-      .def(
-          "next", next, "thread"_a,
-          "Block until a work item is ready for this pool thread, and return it.\n\n"
-          "Returns None when the engine has stopped.\n\n"
-          "(0 request | 1 one-way, needs_thread, peer, connection, call, tag, flags, name, body, segments, deadline),\n"
-          "(2 completion, needs_thread, target, completion),\n"
-          "(3 event, needs_thread, event, peer, incarnation, text), (4 exit of this thread, needs_thread),\n"
-          "(5 no work, needs_thread), (6 cancel, needs_thread, connection, call).")
+      .def("next", next, "thread"_a,
+           "Block until a work item is ready for this pool thread, and return it.\n\n"
+           "Returns None when the engine has stopped.\n\n"
+           "`telegrad.wire.WorkKind` has the kinds of items, `MessageItemField` and the other tables their fields.")
       .def("spawn_failed", &Engine::spawn_failed,
            "Report that the thread that a work item asked for could not be started.")
       .def("request_callback", &Engine::request_callback, "delay"_a,
-           "Request one event of kind 3 in the pool after `delay`.\n\n"
+           "Request one event of the kind CALLBACK in the pool after `delay`.\n\n"
            "Takes no lock, so finalizers may call it.")
       .def("stop", &Engine::stop, "timeout"_a, nb::call_guard<GilReleased>())
       .def("stats", stats)

@@ -5,11 +5,64 @@
 #include "codec/gil.h"
 #include "python/block.h"
 #include "python/buffer_leases.h"
+#include "python/field_tuple.h"
+#include "wire/constants.h"
 
 namespace telegrad::python {
 namespace {
 
 PyRefs& kept_by(Outgoing& m) { return static_cast<PyRefs&>(*m.owner); }
+
+/// Begins the tuple of a work item with the fields that all have.
+template <class Field>
+FieldTuple<Field> item_fields(const WorkItem& item) {
+  FieldTuple<Field> fields;
+  fields.set(Field::kKind, static_cast<int>(item.kind));
+  fields.set(Field::kNeedsThread, item.needs_thread);
+  return fields;
+}
+
+nb::tuple message_item(WorkItem&& item) {
+  using Field = wire::MessageItemField;
+  const FrameHeader& h = item.message.header;
+  auto fields = item_fields<Field>(item);
+  fields.set(Field::kPeer, item.peer);
+  fields.set(Field::kConnection, item.connection);
+  fields.set(Field::kCall, h.call_id);
+  fields.set(Field::kTag, h.tag);
+  fields.set(Field::kFlags, h.flags);
+  fields.set(Field::kName, name_object(item.name));
+  fields.set(Field::kBody, body_object(std::move(item.message.body)));
+  fields.set(Field::kSegments, segment_list(std::move(item.message.segments)));
+  fields.set(Field::kDeadline, item.deadline == kNever ? Nanos{0} : item.deadline);
+  return fields.take();
+}
+
+nb::tuple completion_item(WorkItem&& item) {
+  using Field = wire::CompletionItemField;
+  auto fields = item_fields<Field>(item);
+  fields.set(Field::kTarget, item.target ? nb::borrow(static_cast<PyRefs&>(*item.target).front()) : nb::none());
+  fields.set(Field::kCompletion, completion_tuple(item.take_completion()));
+  return fields.take();
+}
+
+nb::tuple event_item(WorkItem&& item) {
+  using Field = wire::EventItemField;
+  auto fields = item_fields<Field>(item);
+  fields.set(Field::kEvent, static_cast<int>(item.event));
+  fields.set(Field::kPeer, item.peer);
+  fields.set(Field::kIncarnation, item.incarnation);
+  fields.set(Field::kText, item.text);
+  return fields.take();
+}
+
+nb::tuple cancel_item(const WorkItem& item) {
+  using Field = wire::CancelItemField;
+  auto fields = item_fields<Field>(item);
+  fields.set(Field::kConnection, item.connection);
+  fields.set(Field::kCall, item.message.header.call_id);
+  return fields.take();
+}
 
 }  // namespace
 
@@ -45,6 +98,10 @@ std::unique_ptr<Outgoing> compose(int tag, int flags, nb::handle body, nb::handl
   return m;
 }
 
+std::unique_ptr<Outgoing> compose_encoded(int tag, int flags, nb::handle encoded) {
+  return compose(tag, flags | nb::cast<int>(encoded.attr("flags")), encoded.attr("body"), encoded.attr("segments"));
+}
+
 std::unique_ptr<Outgoing> compose(int tag, int flags, codec::Encoded& encoded) {
   auto m = compose(tag, flags, encoded.body);
   m->segments.reserve(encoded.segments.size());
@@ -75,39 +132,37 @@ void verify(Engine& e, const WorkItem& item) {
 }
 
 nb::tuple completion_tuple(Completion&& o) {
-  nb::object why = o.why.empty() ? nb::none() : nb::object(nb::str(o.why.c_str(), o.why.size()));
-  return nb::make_tuple(static_cast<int>(o.status), o.reply.header.tag, o.reply.header.flags,
-                        body_object(std::move(o.reply.body)), segment_list(std::move(o.reply.segments)), o.peer,
-                        o.connection, why, static_cast<int>(o.loss));
+  using Field = wire::CompletionField;
+  FieldTuple<Field> fields;
+  fields.set(Field::kStatus, static_cast<int>(o.status));
+  fields.set(Field::kTag, o.reply.header.tag);
+  fields.set(Field::kFlags, o.reply.header.flags);
+  fields.set(Field::kBody, body_object(std::move(o.reply.body)));
+  fields.set(Field::kSegments, segment_list(std::move(o.reply.segments)));
+  fields.set(Field::kPeer, o.peer);
+  fields.set(Field::kConnection, o.connection);
+  fields.set(Field::kWhy, o.why.empty() ? nb::none() : nb::object(nb::str(o.why.c_str(), o.why.size())));
+  fields.set(Field::kLoss, static_cast<int>(o.loss));
+  return fields.take();
 }
 
 nb::tuple work_item_tuple(WorkItem&& item) {
-  const int kind = static_cast<int>(item.kind);
   switch (item.kind) {
     case WorkKind::kRequest:
-    case WorkKind::kOneway: {
-      const FrameHeader& h = item.message.header;
-      return nb::make_tuple(kind, item.needs_thread, item.peer, item.connection, h.call_id, h.tag, h.flags,
-                            name_object(item.name), body_object(std::move(item.message.body)),
-                            segment_list(std::move(item.message.segments)),
-                            item.deadline == kNever ? Nanos{0} : item.deadline);
-    }
-    case WorkKind::kCompletion: {
-      nb::object target = nb::none();
-      if (item.target) target = nb::borrow(static_cast<PyRefs&>(*item.target).front());
-      return nb::make_tuple(kind, item.needs_thread, target, completion_tuple(item.take_completion()));
-    }
+    case WorkKind::kOneway:
+      return message_item(std::move(item));
+    case WorkKind::kCompletion:
+      return completion_item(std::move(item));
     case WorkKind::kEvent:
-      return nb::make_tuple(kind, item.needs_thread, static_cast<int>(item.event), item.peer, item.incarnation,
-                            item.text);
+      return event_item(std::move(item));
     case WorkKind::kCancel:
-      return nb::make_tuple(kind, item.needs_thread, item.connection, item.message.header.call_id);
+      return cancel_item(item);
     case WorkKind::kExitThread:
     case WorkKind::kNoWork:
     case WorkKind::kVerify:
       break;
   }
-  return nb::make_tuple(kind, item.needs_thread);
+  return nb::make_tuple(static_cast<int>(item.kind), item.needs_thread);
 }
 
 NameHandle& handle_of(const Name& name) {

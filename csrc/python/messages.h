@@ -24,6 +24,8 @@ inline std::string_view view(const nb::bytes& b) { return {b.c_str(), b.size()};
 std::unique_ptr<Outgoing> compose(int tag, int flags, nb::handle body);
 /// Creates a message with `segments`: None, or a list of (address, size, owner) or bytes.
 std::unique_ptr<Outgoing> compose(int tag, int flags, nb::handle body, nb::handle segments);
+/// Creates a message from an `Encoded` of telegrad.worker.calls.encoded, with further flags.
+std::unique_ptr<Outgoing> compose_encoded(int tag, int flags, nb::handle encoded);
 /// Creates a message from the output of the codec.
 std::unique_ptr<Outgoing> compose(int tag, int flags, codec::Encoded& encoded);
 
@@ -36,10 +38,10 @@ void release_message(std::unique_ptr<Outgoing>& m);
 /// Processes an item of kVerify, without the GIL. Needs the GIL.
 void verify(Engine& e, const WorkItem& item);
 
-/// (status, tag, flags, body, segments, peer, why)
+/// Converts a completion to a tuple, see wire::CompletionField.
 nb::tuple completion_tuple(Completion&& o);
 
-/// Converts a work item to the tuple that `Engine.next` returns.
+/// Converts a work item to a tuple; for its kinds see wire::MessageItemField and the tables after it.
 nb::tuple work_item_tuple(WorkItem&& item);
 
 /// Waits for the next work item of a pool thread; releases the GIL only if it has to wait, after `before_sleep`.

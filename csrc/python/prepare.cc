@@ -5,13 +5,13 @@
 
 #include "codec/gil.h"
 #include "python/errors.h"
+#include "python/field_tuple.h"
 #include "python/wire.h"
 
 namespace telegrad::python {
 namespace {
 
-/// The fields of telegrad.serialize.function_names._Known.
-enum KnownField : Py_ssize_t { kNumber, kText, kHome, kModule, kName, kPath, kKnownFields };
+using KnownField = telegrad::wire::KnownNameField;
 
 /// Reports whether a function without arguments returns `what`. Throws nb::python_error.
 bool returns(const nb::object& function, PyObject* what) {
@@ -37,7 +37,7 @@ std::uint32_t number_of(nb::handle number) { return static_cast<std::uint32_t>(P
 
 std::unique_ptr<Outgoing> compose_request(nb::handle request) {
   const nb::object message = request.attr("message");
-  auto m = compose(wire::kCall, nb::cast<int>(message.attr("flags")), message.attr("body"), message.attr("segments"));
+  auto m = compose_encoded(wire::kCall, 0, message);
   m->epoch = nb::cast<std::int64_t>(message.attr("epoch"));
   const nb::object name = request.attr("name");
   if (!name.is_none()) set_name(*m, number_of(name[0]), name[1]);
@@ -109,18 +109,40 @@ PreparedCall Preparer::prepare(const CallForm& form) const {
       call.keep_alive = nb::borrow(form.receiver);  // a synchronous caller holds it
     return call;
   }
-  if (!name.both.is_valid() && name.text.is_valid()) name.both = nb::make_tuple(name.number, name.text);
-  const nb::object mode = form.internal ? nb::str("") : modes_[static_cast<int>(form.mode)];
-  const nb::object slow = nb::make_tuple(
-      call.peer, form.function, args, kwargs, call.timeout, call.depth, form.internal ? nb::none() : call.context, mode,
-      name.both.is_valid() ? name.both : nb::none(), form.receiver, form.introduce, form.keep_as, form.internal);
-  call.request = python_result(
-      call_python(encode_slow_.ptr(), python_result(PyObject_Call(form_type_.ptr(), slow.ptr(), nullptr)).ptr()));
+  call.request = python_result(call_python(encode_slow_.ptr(), form_of(form, call, name, args, kwargs).ptr()));
   call.label = call.request.attr("label");
   call.keep_alive = call.request.attr("keep");
   // Python has decided whether interceptors get the call: another thread may have removed the last one since.
   if (call.request.type().is(request_type_)) call.message = compose_request(call.request);
   return call;
+}
+
+/// Returns number and text of a name, or None.
+nb::object Preparer::pair_of(const Name& name) {
+  if (name.both.is_valid()) return name.both;
+  if (!name.text.is_valid()) return nb::none();
+  return nb::make_tuple(name.number, name.text);
+}
+
+/// Returns the CallForm of a call, for Python.
+nb::object Preparer::form_of(const CallForm& form, const PreparedCall& call, const Name& name, nb::handle args,
+                             nb::handle kwargs) const {
+  using Field = telegrad::wire::CallFormField;
+  FieldTuple<Field> fields;
+  fields.set(Field::kPeer, call.peer);
+  fields.set(Field::kFunction, form.function);
+  fields.set(Field::kArgs, args);
+  fields.set(Field::kKwargs, kwargs);
+  fields.set(Field::kTimeout, call.timeout);
+  fields.set(Field::kDepth, call.depth);
+  fields.set(Field::kContext, form.internal ? nb::none() : call.context);
+  fields.set(Field::kMode, form.internal ? nb::str("") : modes_[static_cast<int>(form.mode)]);
+  fields.set(Field::kName, pair_of(name));
+  fields.set(Field::kReceiver, form.receiver);
+  fields.set(Field::kIntroduce, form.introduce);
+  fields.set(Field::kKeepAs, form.keep_as);
+  fields.set(Field::kInternal, form.internal);
+  return python_result(PyObject_Call(form_type_.ptr(), fields.take().ptr(), nullptr));
 }
 
 /// Encodes a call with the codec. Returns null if Python has to encode it.
@@ -225,11 +247,11 @@ Preparer::Name Preparer::find_name(nb::handle function) const {
     PyObject* known = in_python([&] { return PyDict_GetItemWithError(functions_.ptr(), function.ptr()); });
     if (!known && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
     PyErr_Clear();  // it cannot be hashed
-    if (known && PyTuple_Check(known) && PyTuple_GET_SIZE(known) == kKnownFields) {
-      PyObject* home = PyTuple_GET_ITEM(known, kHome);
-      if (home == Py_None || find(nb::borrow(home), PyTuple_GET_ITEM(known, kName)) == function.ptr()) {
-        name.number = number_of(PyTuple_GET_ITEM(known, kNumber));
-        name.text = nb::borrow(PyTuple_GET_ITEM(known, kText));
+    if (known && PyTuple_Check(known) && PyTuple_GET_SIZE(known) == KnownField::kCount) {
+      PyObject* home = PyTuple_GET_ITEM(known, KnownField::kHome);
+      if (home == Py_None || find(nb::borrow(home), PyTuple_GET_ITEM(known, KnownField::kName)) == function.ptr()) {
+        name.number = number_of(PyTuple_GET_ITEM(known, KnownField::kNumber));
+        name.text = nb::borrow(PyTuple_GET_ITEM(known, KnownField::kText));
         return name;
       }
     }

@@ -54,6 +54,10 @@ class Preparer {
   /// Reads the scope and encodes a call. Throws nb::python_error.
   PreparedCall prepare(const CallForm& form) const;
 
+  /// Reads the context, the chain and the depth of a call from the scope of this thread, which limits its timeout.
+  /// Throws nb::python_error.
+  void read_scope(PreparedCall& call, Nanos timeout) const;
+
   /// Creates the future of a call. Throws nb::python_error.
   nb::object future(const PreparedCall& call) const;
   /// Records the id of a sent call in its completion target. Throws nb::python_error.
@@ -73,7 +77,9 @@ class Preparer {
     std::uint32_t number = 0;
   };
 
-  void read_scope(PreparedCall& call, Nanos timeout) const;
+  static nb::object pair_of(const Name& name);
+  nb::object form_of(const CallForm& form, const PreparedCall& call, const Name& name, nb::handle args,
+                     nb::handle kwargs) const;
   std::int32_t find_peer(nb::handle to) const;
   Name find_name(nb::handle function) const;
   std::unique_ptr<Outgoing> encode(const CallForm& form, const PreparedCall& call, const Name& name, nb::handle args,
@@ -87,7 +93,7 @@ class Preparer {
   nb::object calls_;
   nb::object encode_slow_, find_peer_, find_name_;  // methods of `calls_`
   nb::object peers_;                                // dict: WorkerInfo by name and by id
-  nb::object functions_;                            // dict: function -> _Known, see telegrad.serialize.function_names
+  nb::object functions_;                            // dict: function -> _Known, see wire::KnownNameField
   nb::object methods_;                              // dict: method name -> (number, text)
   nb::object current_;                              // the ContextVar of the scope, see telegrad.worker.scope
   nb::object info_type_, form_type_, request_type_, future_type_, no_devices_;

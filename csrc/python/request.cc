@@ -41,24 +41,24 @@ void RequestServer::serve(Request& arrived) {
   nb::object holder;  // owner of the request once Python may keep it
   nb::object result;
   std::unique_ptr<Outgoing> reply;
-  enum { kParked, kValue, kDeferred } what = kValue;
+  enum { kParked, kValue, kDeferred } outcome = kValue;
   bool ran = true;  // whether code of the program ran
   const nb::object error = error_of([&] {
     nb::object value;
     if (r->decoded) {
       enter(*r);
     } else if (!decode(r, holder)) {
-      what = kParked;
+      outcome = kParked;
       return;
     }
     if (r->receiver.is_valid() && !find_receiver(r, holder, value)) {
-      what = kParked;
+      outcome = kParked;
       return;
     }
     if (r->function.is_valid()) {
       result = run(*r);
       if (is_deferred(r->function, result)) {
-        what = kDeferred;
+        outcome = kDeferred;
         return;
       }
     } else {
@@ -79,7 +79,7 @@ void RequestServer::serve(Request& arrived) {
       reply = encode_value(*r, result);
     }
   });
-  if (what == kParked && !error.is_valid()) {
+  if (outcome == kParked && !error.is_valid()) {
     scopes_.clear();
     return;
   }
@@ -94,7 +94,7 @@ void RequestServer::serve(Request& arrived) {
     }
     send_reply(engine_, r->item.connection, r->call(), std::move(reply));
   } else {
-    reply_slow(*r, std::move(result), what == kDeferred);
+    reply_slow(*r, std::move(result), outcome == kDeferred);
   }
   if (r->slow.is_valid()) ask(r->slow.attr("leave"));
   if (ran) call_back(python_.clean_state);
@@ -285,12 +285,12 @@ bool RequestServer::park(Request*& r, nb::object& holder) {
 }
 
 nb::object RequestServer::value_here(const nb::object& receiver) const {
-  PyObject* immutable = PyDict_GetItemWithError(python_.values.ptr(), receiver.ptr());
-  if (!immutable) {
+  PyObject* entry = PyDict_GetItemWithError(python_.values.ptr(), receiver.ptr());
+  if (!entry) {
     PyErr_Clear();  // malformed numbers cannot be hashed
     return {};
   }
-  const nb::object kept = nb::borrow(immutable);
+  const nb::object kept = nb::borrow(entry);
   if (!kept.attr(ready_name_).is(nb::bool_(true)) || !kept.attr(error_name_).is_none()) return {};
   return kept.attr(value_name_);
 }
@@ -320,8 +320,8 @@ nb::object RequestServer::run(Request& r) {
   if (result.is_valid()) return result;
   if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
   const nb::object error = take_error();  // a torch operator reports which arguments are wrong
-  const nb::object said = ask(python_.rerun_for_torch_error, r.function, r.args, r.kwargs, error);
-  if (nb::object(said[1]).is_none()) return said[0];
+  const nb::object rerun = ask(python_.rerun_for_torch_error, r.function, r.args, r.kwargs, error);
+  if (nb::object(rerun[1]).is_none()) return rerun[0];
   PyErr_SetObject(error.type().ptr(), error.ptr());
   throw nb::python_error();
 }

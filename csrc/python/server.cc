@@ -271,11 +271,10 @@ void init_server(nb::module_& m) {
            "Reply to messages of a backward pass with messages.\n\n"
            "Returns False if the codec cannot encode them.")
       .def("resume", &Server::resume, "request"_a, "Resume a request that was parked.")
-      .def(
-          "next", &Server::next, "thread"_a, "start_another"_a,
-          "Process work items until there is one for Python; return it like `Engine.next`.\n\n"
-          "(5 no work, needs_thread) means: call again. Calls start_another() when the pool needs one more thread. An\n"
-          "exception is an internal error of Telegrad.");
+      .def("next", &Server::next, "thread"_a, "start_another"_a,
+           "Process work items until there is one for Python; return it like `Engine.next`.\n\n"
+           "The kind NO_WORK means: call again. Calls start_another() when the pool needs one more thread. An\n"
+           "exception is an internal error of Telegrad.");
 }
 
 }  // namespace telegrad::python

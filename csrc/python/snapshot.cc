@@ -19,7 +19,8 @@ nb::bytes name_of(const RequestSnapshot& r) { return nb::bytes(r.name.data(), r.
 Nanos deadline_of(const RequestSnapshot& r) { return r.deadline == kNever ? 0 : r.deadline; }
 
 const char* state_of(const RequestSnapshot& r) {
-  static constexpr const char* kNames[] = {"queued", "running", "parked", "deferred"};
+  using Text = wire::RequestStateText;
+  static constexpr const char* kNames[] = {Text::kQueued, Text::kRunning, Text::kParked, Text::kDeferred};
   return kNames[static_cast<std::size_t>(r.state)];
 }
 

@@ -8,6 +8,8 @@ namespace telegrad::wire {
 
 inline constexpr std::uint64_t kAlwaysTaken = 65536;
 
+inline constexpr std::uint64_t kMaxMetadata = 16777216;
+
 /// Operation that a request asks for, or kind of a reply or one-way message.
 struct Tag {
   static constexpr int kCall = 1;
@@ -69,6 +71,8 @@ enum class Status : std::uint8_t {
   kOverloaded = 8,  // over a limit of what a worker keeps at once; the request was not sent
 };
 
+inline constexpr std::int64_t kAnyEpoch = -1;
+
 /// Kind of a work item that the core gives to a pool thread.
 enum class WorkKind : std::uint8_t {
   kRequest = 0,
@@ -128,6 +132,111 @@ struct NodeKind {
   static constexpr int kInner = 0;  // the walk continues from it
   static constexpr int kLeaf = 1;  // several sources may share it
   static constexpr int kRecv = 2;  // or another end of the walk
+};
+
+/// Position in the completion of a call.
+struct CompletionField {
+  static constexpr int kStatus = 0;  // a Status
+  static constexpr int kTag = 1;
+  static constexpr int kFlags = 2;
+  static constexpr int kBody = 3;
+  static constexpr int kSegments = 4;
+  static constexpr int kPeer = 5;
+  static constexpr int kConnection = 6;
+  static constexpr int kWhy = 7;  // the reason, or None; of a timeout a CallStateText
+  static constexpr int kLoss = 8;  // a Loss
+  static constexpr int kCount = 9;
+};
+
+/// Position in a work item with a request or a one-way message.
+struct MessageItemField {
+  static constexpr int kKind = 0;  // a WorkKind, as in all items
+  static constexpr int kNeedsThread = 1;  // of all items: the pool needs another thread
+  static constexpr int kPeer = 2;
+  static constexpr int kConnection = 3;
+  static constexpr int kCall = 4;
+  static constexpr int kTag = 5;
+  static constexpr int kFlags = 6;
+  static constexpr int kName = 7;
+  static constexpr int kBody = 8;
+  static constexpr int kSegments = 9;
+  static constexpr int kDeadline = 10;  // monotonic ns; 0: none
+  static constexpr int kCount = 11;
+};
+
+/// Position in a work item with a completion.
+struct CompletionItemField {
+  static constexpr int kKind = 0;
+  static constexpr int kNeedsThread = 1;
+  static constexpr int kTarget = 2;
+  static constexpr int kCompletion = 3;
+  static constexpr int kCount = 4;
+};
+
+/// Position in a work item with an event.
+struct EventItemField {
+  static constexpr int kKind = 0;
+  static constexpr int kNeedsThread = 1;
+  static constexpr int kEvent = 2;  // an EventKind
+  static constexpr int kPeer = 3;
+  static constexpr int kIncarnation = 4;
+  static constexpr int kText = 5;
+  static constexpr int kCount = 6;
+};
+
+/// Position in a work item with the cancellation of a request.
+struct CancelItemField {
+  static constexpr int kKind = 0;
+  static constexpr int kNeedsThread = 1;
+  static constexpr int kConnection = 2;
+  static constexpr int kCall = 3;
+  static constexpr int kCount = 4;
+};
+
+/// Position in `telegrad.worker.calls.interception.CallForm`.
+struct CallFormField {
+  static constexpr int kPeer = 0;
+  static constexpr int kFunction = 1;
+  static constexpr int kArgs = 2;
+  static constexpr int kKwargs = 3;
+  static constexpr int kTimeout = 4;
+  static constexpr int kDepth = 5;
+  static constexpr int kContext = 6;
+  static constexpr int kMode = 7;
+  static constexpr int kName = 8;
+  static constexpr int kReceiver = 9;
+  static constexpr int kIntroduce = 10;
+  static constexpr int kKeepAs = 11;
+  static constexpr int kInternal = 12;
+  static constexpr int kCount = 13;
+};
+
+/// Position in an entry of `telegrad.serialize.function_names.NameTable`.
+struct KnownNameField {
+  static constexpr int kNumber = 0;
+  static constexpr int kText = 1;
+  static constexpr int kHome = 2;
+  static constexpr int kModule = 3;
+  static constexpr int kName = 4;
+  static constexpr int kPath = 5;
+  static constexpr int kCount = 6;
+};
+
+/// How far a call had come when it timed out (`CallState` in csrc/core/message.h).
+struct CallStateText {
+  static constexpr const char* kUnknown = "unknown";
+  static constexpr const char* kWaiting = "waiting";
+  static constexpr const char* kQueued = "queued";
+  static constexpr const char* kRunning = "running";
+  static constexpr const char* kReplyLost = "reply lost";
+};
+
+/// State of a request without a reply (`RequestSnapshot` in csrc/core/snapshot.h).
+struct RequestStateText {
+  static constexpr const char* kQueued = "queued";
+  static constexpr const char* kRunning = "running";
+  static constexpr const char* kParked = "parked";
+  static constexpr const char* kDeferred = "deferred";
 };
 
 }  // namespace telegrad::wire

@@ -289,24 +289,7 @@ class Engine:
         """
         Send a request and wait.
 
-        Returns (status, tag, flags, body, segments, peer, connection, why).
-        """
-
-    def start(self, peer: int, tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, timeout: int, nested: bool, never_wait: bool, deferred: bool, target: object, keep_alive: object | None) -> int:
-        """
-        Send a request and return the call's id; 0 if the engine has been stopped.
-
-        The completion goes to the pool with `target`, unless a thread waits for it. If `deferred`, it wakes no
-        thread: without a leader it is processed up to 2 ms later. With the flag MUST_DELIVER, the request waits
-        for a connection without limit.
-        """
-
-    def wait(self, call: int, timeout: int) -> tuple[Any, ...] | None:
-        """
-        Wait for the completion of a started call. None: it went to the pool.
-
-        Raises the exception of a signal handler. The caller must then call `wait` again: a completion that has
-        arrived by then is kept for it.
+        Returns the completion, see `telegrad.wire.CompletionField`.
         """
 
     def reply(self, connection: int, call: int, tag: int, flags: int, body: bytes, segments: object | None) -> bool:
@@ -320,7 +303,7 @@ class Engine:
         """
         Record that no thread runs a request, and return whether it has been canceled.
 
-        If it is canceled later, the pool gets a work item of kind 6.
+        If it is canceled later, the pool gets a work item of the kind CANCEL.
         """
 
     def parked(self) -> int:
@@ -364,10 +347,7 @@ class Engine:
 
         Returns None when the engine has stopped.
 
-        (0 request | 1 one-way, needs_thread, peer, connection, call, tag, flags, name, body, segments, deadline),
-        (2 completion, needs_thread, target, completion),
-        (3 event, needs_thread, event, peer, incarnation, text), (4 exit of this thread, needs_thread),
-        (5 no work, needs_thread), (6 cancel, needs_thread, connection, call).
+        `telegrad.wire.WorkKind` has the kinds of items, `MessageItemField` and the other tables their fields.
         """
 
     def spawn_failed(self) -> None:
@@ -377,7 +357,7 @@ class Engine:
 
     def request_callback(self, delay: int) -> None:
         """
-        Request one event of kind 3 in the pool after `delay`.
+        Request one event of the kind CALLBACK in the pool after `delay`.
 
         Takes no lock, so finalizers may call it.
         """
@@ -414,7 +394,7 @@ class OtherReply:
 
     @property
     def outcome(self) -> object:
-        """Completion in the form that `Engine.call` returns."""
+        """Completion of the call, see `telegrad.wire.CompletionField`."""
 
 class Client:
     """
@@ -460,9 +440,9 @@ class Client:
 
     def wait(self, future: object, call: int, timeout: int) -> bool:
         """
-        Wait for the completion of a call, like `Engine.wait`, and complete its future.
+        Wait for the completion of a call and complete its future.
 
-        Returns False if the completion went to the pool.
+        Returns False if the completion went to the pool. If it raises, for a signal handler, call it again.
         """
 
     def cancel(self, call: int) -> bool:
@@ -479,17 +459,18 @@ class Client:
         Its error says how far the call had come.
         """
 
-    def send_gradients(self, peer: int, messages: object, timeout: int, target: object) -> int:
+    def send_gradients(self, peer: int, messages: object, timeout: int, target: object, encoded: object | None = None) -> int:
         """
         Send messages of a backward pass and return the call's id.
 
+        `encoded`: the messages as an `Encoded`, if Python has encoded them.
         The completion goes to `await_gradients`, or to `target`, which the pool calls if no thread waits.
         Returns 0 if the engine has been stopped, NOT_ENCODABLE if nothing has been sent.
         """
 
     def await_gradients(self, call: int, timeout: int) -> object:
         """
-        Wait for the reply, like `Engine.wait`.
+        Wait for the reply, like `wait`.
 
         Returns messages, an `OtherReply`, or None if the completion went to the pool.
         """
@@ -503,6 +484,11 @@ class Client:
         `notify_wait_sets`. Returns the first future that failed; None if none did, though other threads may
         still process some; False, without waiting, if another thread waits for one of them. Raises the
         exception of a signal handler.
+        """
+
+    def read_scope(self, timeout: int) -> tuple[Any, int, int]:
+        """
+        Return autograd context, timeout within the scope, and depth of a call.
         """
 
     def notify_wait_sets(self) -> None:
@@ -547,7 +533,7 @@ class Server:
         """
         Process work items until there is one for Python; return it like `Engine.next`.
 
-        (5 no work, needs_thread) means: call again. Calls start_another() when the pool needs one more thread. An
+        The kind NO_WORK means: call again. Calls start_another() when the pool needs one more thread. An
         exception is an internal error of Telegrad.
         """
 

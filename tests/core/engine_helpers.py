@@ -86,16 +86,10 @@ class Native:
     def call(self, peer: int, tag: int = ECHO, body: bytes = b"", segments: Any = None, timeout: int = 0) -> Any:
         return self.engine.call(peer, tag, 0, 0, None, body, segments, timeout, False, None)
 
-    def start(
-        self,
-        peer: int,
-        target: object,
-        tag: int = ECHO,
-        body: bytes = b"",
-        segments: Any = None,
-        keep_alive: Any = None,
-    ) -> int:
-        return self.engine.start(peer, tag, 0, 0, None, body, segments, 0, False, False, False, target, keep_alive)
+    def start(self, peer: int, target: object, tag: int = ECHO, body: bytes = b"", segments: Any = None) -> int:
+        """Send a request without waiting; the completion goes to the pool with its target."""
+        (call,) = self.engine.start_many([peer], tag, 0, 0, None, body, segments, None, [-1], 0, 0, False, [target])
+        return call
 
     def wait_for(self, condition: Callable[[], Any]) -> None:
         with self.happened:

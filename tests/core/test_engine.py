@@ -93,7 +93,7 @@ def test_passed_objects_are_released(pair: tuple[Native, Native]) -> None:
         owner = thing()
         owner.buffer = buffer  # type: ignore[attr-defined]
         segment = (*_core.buffer_address(buffer), owner)
-        a.start(1 if i % 2 else 9, thing(), ECHO, body, [segment], thing())
+        a.start(1 if i % 2 else 9, thing(), ECHO, body, [segment])
         del owner, segment
     a.wait_for(lambda: len(a.outcomes) == 20)
     a.outcomes.clear()

@@ -250,7 +250,7 @@ def test_interceptors_nest_and_are_removed() -> None:
 def test_interceptors_that_change_while_a_call_is_encoded(
     two: Cluster, how: str, change: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread changes them just after Python has decided whether they get the call."""
+    """Another thread changes them just after Python has decided."""
     chain = two[0]._worker.calls.interceptors
     decide = interception.is_intercepted
     decisions: list[bool] = []

@@ -271,7 +271,7 @@ def test_dotted_paths_to_attributes_are_checked_at_each_step(group: Any) -> None
 def raw_call(group: Any, text: bytes, *args: object) -> object:
     """Call a name that no function of the caller has."""
     calls = group[0]._worker.calls
-    form = CallForm(1, double, args, {}, 0, False, None, "", (4711, text), None, False, None, False)
+    form = CallForm(1, double, args, {}, 0, 0, None, "", (4711, text), None, False, None, False)
     return calls.client.call_request(calls.encode(form))
 
 

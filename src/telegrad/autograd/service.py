@@ -17,8 +17,8 @@ from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.passes.manager import BackwardManager
 from telegrad.autograd.plain.records import PLAIN, PlainContext
 from telegrad.errors import TelegradError
+from telegrad.wire import ANY_EPOCH
 from telegrad.worker import Worker
-from telegrad.worker.calls.encoded import ANY_EPOCH
 from telegrad.worker.diagnostics.size_warning import SizeWarning
 
 __all__ = ["Autograd"]

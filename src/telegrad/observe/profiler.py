@@ -19,7 +19,7 @@ from telegrad.observe.spans import RecordedSpan, SessionSpan, Span, call_key, fu
 from telegrad.worker import live_workers
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import Calls
-from telegrad.worker.calls.interception import CallForm, ResolvedCall
+from telegrad.worker.calls.interception import CallForm, ResolvedCall, Sender
 from telegrad.worker.calls.interceptors import InterceptedCall, Proceed, of_process
 from telegrad.worker.calls.tracing import Report, TraceContext
 
@@ -81,7 +81,7 @@ class Profiler:
             torch._C.Future.add_done_callback(future, lambda _: span.end())
         return future
 
-    def _begin(self, calls: Calls, form: CallForm) -> Span | None:
+    def _begin(self, calls: Sender, form: CallForm) -> Span | None:
         """Begin the span of a call; None if the calling thread is not profiled."""
         mode, function, peer = form.mode, form.function, form.peer
         if form.receiver is not None and (function is None or function is type):

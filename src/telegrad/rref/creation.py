@@ -63,18 +63,19 @@ class PendingCreation:
 
     def on_completion(self, completion: Outcome) -> None:
         """Process the completion of the call, without completing the future."""
-        if completion[0] == _REPLIED and completion[1] == _CREATED and not completion[2] & _SLOW_FLAGS:
+        status, tag, flags, *_ = completion
+        if status == _REPLIED and tag == _CREATED and not flags & _SLOW_FLAGS:
             if not self._worker.references.finish_creation(self, True):
                 self.finish(None)
             return
         try:
-            self._worker.calls.result(completion, self._request)
+            self._worker.calls.read(completion, self._request)
         except BaseException as e:
             self.finish(e.with_traceback(None))
             if is_interrupt(e):  # the creation had to end first
                 raise
         else:
-            self.finish(None, bool(completion[2] & _FAILED))
+            self.finish(None, bool(flags & _FAILED))
 
     def finish(self, error: BaseException | None, owner_has_error: bool = False) -> None:
         """Record the result of the call; a future that is created later ends with it.

@@ -1,17 +1,45 @@
 """Numbers that Python and the core share: tags, flags and layouts of messages."""
 
-from telegrad.wire.layout import EventKind, Loss, MetadataField, NodeKind, ScopeField, WorkKind
-from telegrad.wire.tags import ALWAYS_TAKEN, BodyKind, Flag, LeftOut, Status, Tag
+from telegrad.wire.layout import (
+    ANY_EPOCH,
+    CallFormField,
+    CallStateText,
+    CancelItemField,
+    CompletionField,
+    CompletionItemField,
+    EventItemField,
+    EventKind,
+    KnownNameField,
+    Loss,
+    MessageItemField,
+    MetadataField,
+    NodeKind,
+    RequestStateText,
+    ScopeField,
+    WorkKind,
+)
+from telegrad.wire.tags import ALWAYS_TAKEN, MAX_METADATA, BodyKind, Flag, LeftOut, Status, Tag
 
 __all__ = [
     "ALWAYS_TAKEN",
+    "ANY_EPOCH",
+    "MAX_METADATA",
     "BodyKind",
+    "CallFormField",
+    "CallStateText",
+    "CancelItemField",
+    "CompletionField",
+    "CompletionItemField",
+    "EventItemField",
     "EventKind",
     "Flag",
+    "KnownNameField",
     "LeftOut",
     "Loss",
+    "MessageItemField",
     "MetadataField",
     "NodeKind",
+    "RequestStateText",
     "ScopeField",
     "Status",
     "Tag",

@@ -1,11 +1,18 @@
 """Kinds and layouts that the core and Python share inside one process.
 
-tools/wire_header.py generates csrc/wire/constants.h from this file and from tags.py.
+tools/wire_header.py generates csrc/wire/constants.h from this file and from tags.py. tests/static/test_wire.py compares
+the positions with the tuples of Python, and with the statements that unpack them.
 """
 
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
-__all__ = ["EventKind", "Loss", "MetadataField", "NodeKind", "ScopeField", "WorkKind"]
+__all__ = [
+    "ANY_EPOCH", "CallFormField", "CallStateText", "CancelItemField", "CompletionField", "CompletionItemField",
+    "EventItemField", "EventKind", "KnownNameField", "Loss", "MessageItemField", "MetadataField", "NodeKind",
+    "RequestStateText", "ScopeField", "WorkKind",
+]  # fmt: skip
+
+ANY_EPOCH = -1  # of messages that may be sent in any session
 
 
 class WorkKind(IntEnum):
@@ -74,3 +81,110 @@ class NodeKind(IntEnum):
     INNER = 0  # the walk continues from it
     LEAF = 1  # several sources may share it
     RECV = 2  # or another end of the walk
+
+
+class CompletionField(IntEnum):
+    """Position in the completion of a call."""
+
+    STATUS = 0  # a Status
+    TAG = 1
+    FLAGS = 2
+    BODY = 3
+    SEGMENTS = 4
+    PEER = 5
+    CONNECTION = 6
+    WHY = 7  # the reason, or None; of a timeout a CallStateText
+    LOSS = 8  # a Loss
+
+
+class MessageItemField(IntEnum):
+    """Position in a work item with a request or a one-way message."""
+
+    KIND = 0  # a WorkKind, as in all items
+    NEEDS_THREAD = 1  # of all items: the pool needs another thread
+    PEER = 2
+    CONNECTION = 3
+    CALL = 4
+    TAG = 5
+    FLAGS = 6
+    NAME = 7
+    BODY = 8
+    SEGMENTS = 9
+    DEADLINE = 10  # monotonic ns; 0: none
+
+
+class CompletionItemField(IntEnum):
+    """Position in a work item with a completion."""
+
+    KIND = 0
+    NEEDS_THREAD = 1
+    TARGET = 2
+    COMPLETION = 3
+
+
+class EventItemField(IntEnum):
+    """Position in a work item with an event."""
+
+    KIND = 0
+    NEEDS_THREAD = 1
+    EVENT = 2  # an EventKind
+    PEER = 3
+    INCARNATION = 4
+    TEXT = 5
+
+
+class CancelItemField(IntEnum):
+    """Position in a work item with the cancellation of a request."""
+
+    KIND = 0
+    NEEDS_THREAD = 1
+    CONNECTION = 2
+    CALL = 3
+
+
+class CallFormField(IntEnum):
+    """Position in `telegrad.worker.calls.interception.CallForm`."""
+
+    PEER = 0
+    FUNCTION = 1
+    ARGS = 2
+    KWARGS = 3
+    TIMEOUT = 4
+    DEPTH = 5
+    CONTEXT = 6
+    MODE = 7
+    NAME = 8
+    RECEIVER = 9
+    INTRODUCE = 10
+    KEEP_AS = 11
+    INTERNAL = 12
+
+
+class KnownNameField(IntEnum):
+    """Position in an entry of `telegrad.serialize.function_names.NameTable`."""
+
+    NUMBER = 0
+    TEXT = 1
+    HOME = 2
+    MODULE = 3
+    NAME = 4
+    PATH = 5
+
+
+class CallStateText(StrEnum):
+    """How far a call had come when it timed out (`CallState` in csrc/core/message.h)."""
+
+    UNKNOWN = "unknown"
+    WAITING = "waiting"
+    QUEUED = "queued"
+    RUNNING = "running"
+    REPLY_LOST = "reply lost"
+
+
+class RequestStateText(StrEnum):
+    """State of a request without a reply (`RequestSnapshot` in csrc/core/snapshot.h)."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PARKED = "parked"
+    DEFERRED = "deferred"

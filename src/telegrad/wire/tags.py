@@ -1,16 +1,16 @@
 """Tags and flags of the messages that workers exchange.
 
-A message has a tag, flags, optionally an interned name, a body and segments (docs/protocol.md has the layout). Python
-defines the tags and the flags below bit 12. The core defines bits 12 to 15 (csrc/core/message.h) and also uses bits 2
-and 9.
+A message has a tag, flags, optionally an interned name, a body and segments (docs/protocol.md has the layout). This
+file defines all of them. The core itself reads only the flags that are marked so, METADATA, and no tag.
 """
 
 from enum import IntEnum, IntFlag
 
-__all__ = ["ALWAYS_TAKEN", "BodyKind", "Flag", "LeftOut", "Status", "Tag"]
+__all__ = ["ALWAYS_TAKEN", "MAX_METADATA", "BodyKind", "Flag", "LeftOut", "Status", "Tag"]
 
 
 ALWAYS_TAKEN = 64 << 10  # bytes; every worker accepts messages of this size, whatever its options
+MAX_METADATA = 16 << 20  # bytes; the same on all workers
 
 
 class Tag(IntEnum):

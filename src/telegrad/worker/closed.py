@@ -50,23 +50,25 @@ class ClosedEngine:
 
     # ---- methods that raise
 
-    def _raise_closed(self, *_: object, **__: object) -> NoReturn:
+    def raise_closed(self, *_: object, **__: object) -> NoReturn:
+        """Raise the error of a use of the closed worker."""
         if self.is_inherited:
             raise NotInitialized
         raise NotInitialized.closed(self._why)
 
-    call: Callable[..., NoReturn] = _raise_closed
-    start: Callable[..., NoReturn] = _raise_closed
-    create: Callable[..., NoReturn] = _raise_closed
-    call_request: Callable[..., NoReturn] = _raise_closed
-    start_request: Callable[..., NoReturn] = _raise_closed
-    start_many: Callable[..., NoReturn] = _raise_closed
-    send_gradients: Callable[..., NoReturn] = _raise_closed
-    await_gradients: Callable[..., NoReturn] = _raise_closed
-    wait: Callable[..., NoReturn] = _raise_closed
-    complete_many: Callable[..., NoReturn] = _raise_closed
-    listen: Callable[..., NoReturn] = _raise_closed
-    set_peer: Callable[..., NoReturn] = _raise_closed
+    call: Callable[..., NoReturn] = raise_closed
+    start: Callable[..., NoReturn] = raise_closed
+    create: Callable[..., NoReturn] = raise_closed
+    call_request: Callable[..., NoReturn] = raise_closed
+    start_request: Callable[..., NoReturn] = raise_closed
+    start_many: Callable[..., NoReturn] = raise_closed
+    read_scope: Callable[..., NoReturn] = raise_closed
+    send_gradients: Callable[..., NoReturn] = raise_closed
+    await_gradients: Callable[..., NoReturn] = raise_closed
+    wait: Callable[..., NoReturn] = raise_closed
+    complete_many: Callable[..., NoReturn] = raise_closed
+    listen: Callable[..., NoReturn] = raise_closed
+    set_peer: Callable[..., NoReturn] = raise_closed
 
     # ---- methods without an effect
 

@@ -422,6 +422,6 @@ class Worker(MemberChanges):
     def require_open(self) -> None:
         """Raise NotInitialized after `close`."""
         if isinstance(self.engine, ClosedEngine):
-            self.engine.wait()
+            self.engine.raise_closed()
         if self.closed:
             raise NotInitialized.closed(self.fenced)

@@ -20,25 +20,23 @@ from telegrad.autograd.context import ActivePass, Context, Entry, Profile, WireM
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.execution.wanted import Wanted
 from telegrad.autograd.passes.comm_hooks import CommHooks, decompress
-from telegrad.autograd.passes.task import Outcome, PassTask, PendingRequest
+from telegrad.autograd.passes.task import PassTask, PendingRequest
 from telegrad.autograd.plain.records import PlainContext
 from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
-from telegrad.serialize.exceptions import unpack_exception
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
-from telegrad.worker.calls.client import error_of, not_sent
+from telegrad.worker.calls.client import Outcome
 from telegrad.worker.native import NOT_ENCODABLE, OtherReply
 from telegrad.worker.scope import current, remaining
 from telegrad.worker.serving.request_info import RequestInfo
 
 __all__ = ["BackwardManager"]
 
-_GRADIENTS, _ERROR = int(Tag.GRADIENTS), int(Tag.ERROR)
-_MUST_RUN = int(Flag.MUST_RUN)
-_REPLIED, _TIMED_OUT, _STOPPED = int(Status.REPLIED), int(Status.TIMED_OUT), int(Status.STOPPED)
-_UNREACHABLE = int(Status.UNREACHABLE)
-_NOT_SENT = (int(Status.TOO_LARGE), int(Status.OVERLOADED))
-_METADATA, _LEFT_OUT = int(Flag.METADATA), int(Flag.LEFT_OUT)
+_GRADIENTS = int(Tag.GRADIENTS)
+_GRADIENTS_LABEL = "the gradients of a backward pass"  # for errors
+_TIMED_OUT, _STOPPED, _UNREACHABLE = int(Status.TIMED_OUT), int(Status.STOPPED), int(Status.UNREACHABLE)
+_LOST = (int(Status.PEER_LOST), int(Status.CANCELED))
+_METADATA = int(Flag.METADATA)
 _CHECK_INTERVAL = 20_000_000  # ns; a thread that waits for one reply checks this often whether the pass has ended
 _REMEDY = (
     "If it may take that long, give init_rpc's options a larger rpc_timeout (0 waits for ever); in a handler its"
@@ -161,30 +159,13 @@ class BackwardManager:
             body = (context.id, task.root, task.number, self._min_live(context, task.root, task.number), messages)
             request = PendingRequest()
             request.task, request.peer = task, peer
-            call = (
-                NOT_ENCODABLE
-                if profile is not None
-                else worker.calls.client.send_gradients(peer, body, timeout, request)
-            )
+            send = worker.calls.client.send_gradients
+            call = NOT_ENCODABLE if profile is not None else send(peer, body, timeout, request)
             if call == NOT_ENCODABLE:
-                m = worker.messages.encode_internal(peer, body)
+                encoded = worker.messages.encode_internal(peer, body)
                 if profile is not None:
-                    m = worker.messages.with_trace(m, profile)
-                call = worker.engine.start(
-                    peer,
-                    _GRADIENTS,
-                    m.flags | _MUST_RUN,
-                    0,
-                    None,
-                    m.body,
-                    m.segments,
-                    timeout,
-                    True,
-                    True,
-                    True,
-                    request,
-                    None,
-                )
+                    encoded = worker.messages.with_trace(encoded, profile)
+                call = send(peer, body, timeout, request, encoded)
         except BaseException as e:  # a gradient that cannot be sent, or the worker has been closed
             task.abort(e)
             return
@@ -206,30 +187,24 @@ class BackwardManager:
 
     def on_reply(self, task: PassTask, peer: int, outcome: Outcome) -> None:
         """Process the completion of a request with messages to a peer."""
-        status, tag, flags, body, segments, _, connection, why, _ = outcome
-        if status == _REPLIED:
-            try:
-                if flags & _LEFT_OUT:
-                    raise error_of(body, self._gradients_with(peer))
-                if tag == _ERROR:
-                    raise unpack_exception(body, self.worker.messages.gate)
-                if flags & _METADATA:
-                    task.on_profile(self.worker.messages.read_metadata(peer, connection, flags, segments).profile)
-                messages = self._decompress(self.worker.messages.decode(flags, body, segments, []))
-            except BaseException as e:
-                task.abort(e)
-                return
-            if messages:
-                task.on_messages(peer, messages)
-        elif status in _NOT_SENT:
-            task.abort(not_sent(status, self._gradients_with(peer), why))
-        elif status == _UNREACHABLE:
+        status, *_, why, _ = outcome
+        if status == _UNREACHABLE:
             task.peer_unreachable(peer, why or "no connection")
-        elif status not in (_TIMED_OUT, _STOPPED):  # the root checks its deadline
+        elif status in _LOST:
             task.peer_lost(peer, why or "no connection")
+        elif status not in (_TIMED_OUT, _STOPPED):  # the root checks its deadline
+            self._on_reply(task, peer, outcome)
 
-    def _gradients_with(self, peer: int) -> str:
-        return f"gradients that workers {self.worker.info.name} and {self.worker.members.name_of(peer)} exchange"
+    def _on_reply(self, task: PassTask, peer: int, outcome: Outcome) -> None:
+        """Process the reply, or the error of a request that has not been sent."""
+        try:
+            _, packed = self.worker.calls.read(outcome, (peer, _GRADIENTS_LABEL, 0), _GRADIENTS, task.on_profile)
+            messages = self._decompress(packed)
+        except BaseException as e:
+            task.abort(e)
+            return
+        if messages:
+            task.on_messages(peer, messages)
 
     def on_request(self, request: RequestInfo, flags: int, body: bytes, segments: list[object]) -> None:
         """Process messages of a pass from a peer, and reply."""

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from torch import Tensor
 
@@ -24,13 +24,13 @@ from telegrad.worker.scope import Scope, current
 if TYPE_CHECKING:
     from telegrad.autograd.context import Context, Entry
     from telegrad.autograd.execution.wanted import Wanted
+    from telegrad.worker.calls.client import Outcome
     from telegrad.worker.calls.tracing import Recording
 
-__all__ = ["Outcome", "PassResult", "PassTask", "PendingRequest"]
+__all__ = ["PassResult", "PassTask", "PendingRequest"]
 
 
 Event: TypeAlias = tuple[Callable[..., None], *tuple[object, ...]]  # a method of a pass, and its arguments
-Outcome: TypeAlias = tuple[Any, ...]  # completion of a request, as `Engine.call` returns it
 
 
 class PassResult:

@@ -24,20 +24,21 @@ from telegrad.errors import (
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.function_names import NameTable, NotByName
-from telegrad.serialize.program_pickler import BodyPickler, ByPickler
+from telegrad.serialize.program_pickler import BodyPickler
 from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.timeouts import nanoseconds
 from telegrad.types import WorkerInfo
-from telegrad.wire import Flag, LeftOut, Status, Tag
+from telegrad.wire import CallStateText, Flag, LeftOut, Status, Tag
 from telegrad.worker.calls import interception, tracing
 from telegrad.worker.calls.callables import name_of
-from telegrad.worker.calls.encoded import NO_METADATA, Request
+from telegrad.worker.calls.encoded import NO_METADATA, Encoded, MessageSpec, Request
 from telegrad.worker.calls.future import CallFuture, cancel_if_interrupted
 from telegrad.worker.calls.interception import CallForm, Creation, InterceptedRequest
 from telegrad.worker.calls.interceptors import PICKLER, Interceptors, active, carrier_of, is_own, rename_path, switch
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.calls.pending_work import OpenWork
+from telegrad.worker.calls.request_parts import body_of, flags_of, label_of, ticket_for
 from telegrad.worker.closed import AnyClient, AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state
 from telegrad.worker.unread_failures import CallSummary
@@ -47,17 +48,14 @@ __all__ = ["CallForm", "Calls", "Outcome", "complete", "error_of", "not_sent", "
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
 _METADATA, _LEFT_OUT = int(Flag.METADATA), int(Flag.LEFT_OUT)
-_INTERNAL, _MUST_DELIVER, _MUST_RUN = int(Flag.INTERNAL), int(Flag.MUST_DELIVER), int(Flag.MUST_RUN)
-_KEEP_AS, _RECEIVER = int(Flag.KEEP_AS), int(Flag.RECEIVER)
-_PARTS: tuple[str, ...] = ("args", "kwargs")
-_PARTS_BY_VALUE = ("the function", *_PARTS)
+_INTERNAL = int(Flag.INTERNAL)
 
 
 # torch.futures.Future.set_result only calls this.
 complete: Callable[[torch.futures.Future[Any], object], None] = torch._C.Future.set_result
 
 Outcome: TypeAlias = tuple[int, int, int, Body, list[Buffer], int, int, str, int]
-"""Completion of a call: status, tag, flags, body, segments, peer, connection, why it failed, and a `Loss`."""
+"""Completion of a call, with the fields of `telegrad.wire.CompletionField`."""
 
 
 class Calls:
@@ -170,54 +168,33 @@ class Calls:
         Raises:
             Exception: As `encode_slow`.
         """
-        peer, receiver, function = call.peer, call.receiver, call.function
-        flags = _INTERNAL if call.internal or (receiver is not None and function is type) else 0
-        ticket = keep = target = epoch = None
-        pickler = None if flags & _INTERNAL or is_own(function) else self._pickler_of(receiver)
-        name, parts = call.name, _PARTS
-        body: tuple[object, ...] = (call.args, call.kwargs)
-        before: tuple[object, ...] = ()
-        after: tuple[object, ...] = ()
-        if receiver is None:
-            label: object = name_of(function)  # before any counting: this may run a __repr__ of the program
-            if pickler is not None and pickler.carries_function:
-                name = None
-            elif name is None:
-                parts, before = _PARTS_BY_VALUE, (function,)
-        else:
-            label = "to_here" if function is None else "the type of a value" if function is type else function
-            keep = receiver
-        if call.keep_as is not None:
-            flags |= _KEEP_AS | _MUST_DELIVER | _MUST_RUN  # even after a timeout: others may know the reference
-            target = RRefId(self.worker_id, call.keep_as)  # in the metadata, too: decoding the body may fail
-            parts, after = (*parts, "the local id"), (call.keep_as,)
-        if receiver is not None:
-            flags |= _RECEIVER
-            parts, after = (*parts, "the receiver"), (*after, tuple(receiver.id))
-        if receiver is not None and (target is not None or receiver.is_unknown()):
-            epoch = receiver.worker.references.epoch_of(peer)
-            ticket = receiver.worker.references.share(receiver.id, peer, peer, epoch)
-            keep = None
+        label = label_of(call)  # before any counting: this may run a __repr__ of the program
+        flags = flags_of(call)
+        pickler = None if flags & _INTERNAL or is_own(call.function) else self._pickler_of(call.receiver)
+        by_pickler = pickler is not None and pickler.carries_function and call.receiver is None
+        name = None if by_pickler else call.name
+        parts, body = body_of(call, pickler, name is None and not by_pickler)
+        ticket, epoch = ticket_for(call)
         context = None if flags & _INTERNAL else call.context
-        value: object = (*before, *body, *after)
-        if pickler is not None:
-            args, kwargs = call.args, call.kwargs
-            if (carrier := carrier_of(function)) is not None and not pickler.carries_function:
-                carried, args, kwargs = carrier.split(args)
-                before = (*before, carried)
-            value = ByPickler(before, pickler.call(function, args, kwargs), after)
+        # In the metadata, too: decoding the body may fail.
+        target = None if call.keep_as is None else RRefId(self.worker_id, call.keep_as)
+        spec = MessageSpec(
+            target, caller_state(), ticket, epoch, pickler, parts, context, is_request=context is not None, trace=trace
+        )
+        message = self._encode(call, body, spec)
+        message = message._replace(flags=flags | message.flags | caller_flags())
+        keep = call.receiver if ticket is None else None
+        return Request(call.peer, name, message, call.timeout, call.depth, keep, label, call.keep_as)
+
+    def _encode(self, call: CallForm, body: object, spec: MessageSpec) -> Encoded:
+        """Encode the body of a call; errors name the arguments of the program."""
         try:
-            message = self.messages.encode(
-                peer, value, target, caller_state(), ticket, pickler, parts, context, context is not None, trace, epoch
-            )
+            return self.messages.encode(call.peer, body, spec)
         except SerializationError as error:
-            carrier = carrier_of(function)
+            carrier = carrier_of(call.function)
             if carrier is not None:
                 rename_path(carrier, error)
             raise
-        flags |= message.flags | caller_flags()
-        message = message._replace(flags=flags)
-        return Request(peer, name, message, call.timeout, call.depth, keep, label, call.keep_as)
 
     def _pickler_of(self, receiver: object) -> BodyPickler | None:
         """Return the program's pickler of a call."""
@@ -243,7 +220,7 @@ class Calls:
             interception.send(self, form, future)
             return future.wait()
 
-    def future_of(self, peer: int, label: object, timeout: int) -> CallFuture[Any]:
+    def future_of(self, peer: int, label: object, timeout: int) -> CallFuture[object]:
         """Return the future of a call that has not been sent.
 
         Args:
@@ -293,39 +270,74 @@ class Calls:
             completion: Completion as the engine returns it.
             call: (peer, the function or its name, timeout in ns).
         """
+        return self.read(completion, call)[1]
+
+    def read(
+        self,
+        completion: Outcome,
+        call: CallSummary,
+        value_tag: int = _VALUE,
+        on_profile: Callable[[Any], None] | None = None,
+    ) -> tuple[int, Any]:
+        """Return tag and value of the reply to a call, or raise the call's exception.
+
+        Of a reply CREATED, the value is None.
+
+        Args:
+            completion: Completion as the engine returns it.
+            call: (peer, the function or its name, timeout in ns).
+            value_tag: Tag of a reply with a value.
+            on_profile: Gets the report in a reply; None for the observer of calls.
+        """
         status, tag, flags, body, segments, _, connection, why, loss = completion
-        peer, label, timeout = call
-        if status == _REPLIED:
-            messages = self.messages
-            metadata = messages.read_metadata(peer, connection, flags, segments) if flags & _METADATA else NO_METADATA
-            if metadata.profile is not None:
-                tracing.observer.arrived(metadata.profile)
-            if tag == _VALUE and not flags & _LEFT_OUT:
-                return messages.decode(flags, body, segments, metadata.handles, metadata.wrap)
-        call_text = f"{label if isinstance(label, str) else name_of(label)} on {self.name_of(peer)}"
-        if status == _REPLIED:
-            if flags & _LEFT_OUT:
-                if body[0] == LeftOut.BROKEN:
-                    why = bytes(body)[1:].decode(errors="replace")
-                    raise WorkerLost(self.name_of(peer), f"{call_text}: {why}", self._incarnation_of(peer))
-                raise error_of(body, f"the result of {call_text}" if tag == _VALUE else call_text, timeout)
-            if tag == _ERROR:
-                raise unpack_exception(body, messages.gate)
-            if tag == _CREATED:
-                return None
-            raise TelegradError(f"{self.name_of(peer)} replied to {call_text} with a message of unknown tag {tag}")
+        if status != _REPLIED:
+            raise self._error_without_reply(status, why, loss, call)
+        peer, _, _ = call
+        messages = self.messages
+        metadata = messages.read_metadata(peer, connection, flags, segments) if flags & _METADATA else NO_METADATA
+        if metadata.profile is not None:
+            (on_profile or tracing.observer.arrived)(metadata.profile)
+        if flags & _LEFT_OUT:
+            raise self._error_of_left_out(body, tag == _VALUE, call)
+        if tag == value_tag:
+            return tag, messages.decode(flags, body, segments, metadata.handles, metadata.wrap)
+        if tag == _ERROR:
+            raise unpack_exception(body, messages.gate)
+        if tag == _CREATED and value_tag == _VALUE:
+            return tag, None
+        raise TelegradError(
+            f"{self.name_of(peer)} replied to {self._text_of(call)} with a message of unknown tag {tag}"
+        )
+
+    def _text_of(self, call: CallSummary) -> str:
+        """Return a call as error texts name it."""
+        peer, label, _ = call
+        return f"{label if isinstance(label, str) else name_of(label)} on {self.name_of(peer)}"
+
+    def _error_of_left_out(self, body: Body, is_value: bool, call: CallSummary) -> TelegradError:
+        """Return the error of a call whose reply has no content."""
+        peer, _, timeout = call
+        text = self._text_of(call)
+        if body[0] == LeftOut.BROKEN:
+            why = bytes(body)[1:].decode(errors="replace")
+            return WorkerLost(self.name_of(peer), f"{text}: {why}", self._incarnation_of(peer))
+        return error_of(body, f"the result of {text}" if is_value else text, timeout)
+
+    def _error_without_reply(self, status: int, why: str, loss: int, call: CallSummary) -> TelegradError:
+        """Return the error of a call that has ended without a reply."""
+        peer, _, timeout = call
+        text = self._text_of(call)
         if status == Status.TIMED_OUT:
-            raise RpcTimeout(timeout / 1e9, call_text, why or "")
+            return RpcTimeout(timeout / 1e9, text, why or "")
         if status == Status.CANCELED:
-            raise Cancelled(call_text)
+            return Cancelled(text)
         if status == Status.STOPPED:
-            why = f"{call_text} was pending when this worker shut down. {self.fenced}".rstrip()
-            raise NotInitialized.closed(why)
+            return NotInitialized.closed(f"{text} was pending when this worker shut down. {self.fenced}".rstrip())
         if status in (Status.TOO_LARGE, Status.OVERLOADED):
-            raise not_sent(status, call_text, why)
+            return not_sent(status, text, why)
         lost = WorkerLost(self.name_of(peer), why or "no connection", self._incarnation_of(peer))
         lost._loss = loss
-        raise lost
+        return lost
 
 
 # ---- messages without their content (csrc/core/left_out.h)
@@ -379,7 +391,7 @@ def error_of(body: Body, call_text: str, timeout: int = 0) -> TelegradError:
     if kind == LeftOut.CANCELED:
         return Cancelled(call_text)
     if kind == LeftOut.EXPIRED:
-        return RpcTimeout(timeout / 1e9, call_text, "queued")
+        return RpcTimeout(timeout / 1e9, call_text, CallStateText.QUEUED)
     if kind == LeftOut.BROKEN:
         return TelegradError(f"{call_text}: {why}")
     return ReceiverOutOfMemory(

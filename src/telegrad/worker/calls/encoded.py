@@ -7,16 +7,18 @@ from torch import Tensor
 
 from telegrad.protocols.rref import RRefId, Ticket
 from telegrad.serialize.pickling import Wrap
+from telegrad.serialize.program_pickler import BodyPickler
+from telegrad.wire import ANY_EPOCH
 from telegrad.worker.autograd_hooks import AutogradContext
+from telegrad.worker.calls.tracing import TraceContext
 from telegrad.worker.scope import Autocast
 
 __all__ = [
-    "ANY_EPOCH", "NO_FORK", "NO_METADATA", "CallMetadata", "Encoded", "Handle", "PeerMetadata", "Recorded", "Request",
-    "Segments", "SharedBody",
+    "NO_FORK", "NO_METADATA", "PLAIN_MESSAGE", "CallMetadata", "Encoded", "Handle", "MessageSpec", "PeerMetadata",
+    "Recorded", "Request", "Segments", "SharedBody",
 ]  # fmt: skip
 
 NO_FORK = -1  # instead of a number, for a ticket without a fork
-ANY_EPOCH = -1  # of messages that may be sent in any session (kAnyEpoch in csrc/core/message.h)
 Recorded: TypeAlias = tuple[AutogradContext, int]  # the autograd context, and the message's id there (0: none)
 Segments = Sequence[object]  # (address, size in bytes, owner), or bytes
 
@@ -25,6 +27,23 @@ class Handle(Protocol):
     """Python object of a reference (`telegrad.rref.rref.RRef`)."""
 
     id: RRefId
+
+
+class MessageSpec(NamedTuple):
+    """How to encode a message."""
+
+    target: RRefId | None = None  # the reference that the request creates
+    autocast: Autocast = None  # of the caller
+    ticket: Ticket | None = None  # to send for a reference that is not in the body
+    epoch: int | None = None  # of the ticket; None: the present one
+    custom: BodyPickler | None = None  # the program's pickler; then the value is a `ByPickler`
+    parts: str | tuple[str, ...] = "result"  # name of the value in errors, or names of a tuple's items
+    context: AutogradContext | None = None  # in which its tensors are recorded; of a request only in grad mode
+    is_request: bool = False  # its metadata names the context
+    trace: TraceContext | None = None  # what the callee records for a profile
+
+
+PLAIN_MESSAGE = MessageSpec()
 
 
 class Encoded(NamedTuple):
@@ -79,7 +98,7 @@ class CallMetadata(NamedTuple):
     context: AutogradContext | None = None  # the sender's autograd context
     wrap: Wrap | None = None  # records received tensors
     chain: int = 0  # the caller's call chain outside of contexts; 0: none
-    profile: Any = None  # request: TraceContext; reply: Report (telegrad.worker.calls.tracing)
+    profile: Any = None  # of a request a `TraceContext`, of a reply a `Report`
 
 
 NO_METADATA = CallMetadata((), None, None)

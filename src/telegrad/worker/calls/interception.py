@@ -1,12 +1,13 @@
 """Calls on their way through the interceptors of their caller."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
 from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, TelegradError
+from telegrad.protocols.rref import RRefId, Ticket
 from telegrad.timeouts import nanoseconds
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls.delayed import send_later
@@ -36,12 +37,41 @@ __all__ = [
     "Creation",
     "InterceptedRequest",
     "ResolvedCall",
+    "Sender",
     "is_intercepted",
     "send",
     "send_message",
 ]
 
 MESSAGE = "message"  # kind of one-way messages
+
+
+class SharedReferences(Protocol):
+    """References of a worker (`telegrad.worker.refs.references.References`)."""
+
+    def epoch_of(self, peer: int, /) -> int: ...
+    def share(self, rref: RRefId, owner: int, peer: int, epoch: int, /) -> Ticket: ...
+
+
+class ReferringWorker(Protocol):
+    """Worker of a reference."""
+
+    @property
+    def references(self) -> SharedReferences: ...
+
+
+class Receiver(Protocol):
+    """Reference on whose value a call runs (`telegrad.rref.rref.RRef`)."""
+
+    @property
+    def id(self) -> RRefId: ...
+    @property
+    def worker(self) -> ReferringWorker: ...
+
+    @property
+    def _scripted(self) -> bool: ...
+
+    def is_unknown(self) -> bool: ...
 
 
 class CallForm(NamedTuple):
@@ -56,7 +86,7 @@ class CallForm(NamedTuple):
     context: AutogradContext | None  # the caller's autograd context
     mode: str  # mode in a profile: sync, async or remote; empty for calls that profiles omit
     name: tuple[int, bytes] | None  # of the function; None: it travels by value
-    receiver: Any  # an RRef
+    receiver: Receiver | None
     introduce: bool  # the owner may not know the receiver yet
     keep_as: int | None  # the local id of the reference to create
     internal: bool
@@ -81,6 +111,7 @@ class Creation(Protocol):
 class Sender(WorkerCalls, Protocol):
     """`telegrad.worker.calls.client.Calls`, as this module uses it."""
 
+    worker_id: int
     messages: Messages
     interceptors: Interceptors
     own_interceptors: Interceptors
@@ -88,9 +119,10 @@ class Sender(WorkerCalls, Protocol):
 
     def name_of(self, worker_id: int, /) -> str: ...
     def find_name(self, function: object, /) -> tuple[int, bytes] | None: ...
-    def future_of(self, peer: int, label: object, timeout: int, /) -> CallFuture[Any]: ...
+    def name_or_function(self, function: object, /) -> object: ...
+    def future_of(self, peer: int, label: object, timeout: int, /) -> CallFuture[object]: ...
     def encode(self, call: CallForm, trace: TraceContext | None, /) -> Request: ...
-    def send(self, request: Request, target: CallFuture[Any], /) -> None: ...
+    def send(self, request: Request, target: CallFuture[object], /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +137,12 @@ class ResolvedCall(InterceptedCall):
         trace: what the callee records for a profile.
     """
 
-    calls: Any = None
+    calls: Sender = field(kw_only=True)
     form: CallForm | None = None
     trace: TraceContext | None = None
 
 
-_FIELDS = tuple(field.name for field in fields(InterceptedCall))
+_FIELDS = tuple(each.name for each in fields(InterceptedCall))
 
 
 def _of_program(calls: Sender, form: CallForm) -> tuple[Interceptor, ...]:
@@ -176,7 +208,7 @@ def send_message(calls: Sender, kind: str, peer: int, send: Callable[[], object]
         send: Sends the message.
     """
 
-    def start(call: InterceptedCall) -> CallFuture[Any]:
+    def start(call: InterceptedCall) -> CallFuture[object]:
         if call.delay:
             calls.open_work.delay(call.delay, send)
         else:
@@ -206,7 +238,7 @@ class _Chain:
             kind, calls.name_of(form.peer), function, args, kwargs, form.timeout / 1e9, form.receiver
         )
         self._timeouts: list[int] = []  # ns, of the calls that have been sent
-        self.sent: list[CallFuture[Any]] = []
+        self.sent: list[CallFuture[object]] = []
         self.work: PendingWork | None = None
         self.text: str = f"{self._given.name} on {self._given.peer}"
 
@@ -231,7 +263,7 @@ class _Chain:
         """
         check_reply(self._carrier, self._given, value)
 
-    def last_call_of(self, result: Future[Any]) -> CallFuture[Any] | None:
+    def last_call_of(self, result: Future[object]) -> CallFuture[object] | None:
         """Return the call sent last if it alone completes a future, or the parent of it."""
         if not self.sent or not isinstance(result, CallFuture):
             return None
@@ -260,7 +292,7 @@ class _Chain:
         values = {name: getattr(call, name) for name in _FIELDS}
         return proceed(ResolvedCall(**values, calls=self._calls, form=form))
 
-    def _start(self, call: InterceptedCall, /) -> CallFuture[Any]:
+    def _start(self, call: InterceptedCall, /) -> CallFuture[object]:
         """Encode and send the call: the end of the chain."""
         if self._is_creation and self.sent:
             raise TelegradError(
@@ -297,10 +329,7 @@ class _Chain:
         if call.timeout != given.timeout:
             form = form._replace(timeout=remaining(nanoseconds(call.timeout), current.get()))
         if self._carrier is not None:
-            function = call.function
-            if form.receiver is None:
-                name = self._calls.find_name(function)
-                function = function if name is None else name[1]
+            function = call.function if form.receiver is not None else self._calls.name_or_function(call.function)
             return form._replace(args=self._carrier.change(form.args, function, call.args, call.kwargs))
         if call.function is not form.function:
             form = form._replace(function=call.function, name=self._calls.find_name(call.function))

@@ -25,21 +25,21 @@ from telegrad.serialize.program_pickler import BodyPickler, ByPickler, dump_by_p
 from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.unpickling import PickleGate
 from telegrad.types import WorkerInfo
-from telegrad.wire import BodyKind, Flag
+from telegrad.wire import ANY_EPOCH, MAX_METADATA, BodyKind, Flag
 from telegrad.worker.autograd_hooks import AutogradContext, AutogradHooks
 from telegrad.worker.calls.encoded import (
-    ANY_EPOCH,
     NO_FORK,
     NO_METADATA,
+    PLAIN_MESSAGE,
     CallMetadata,
     Encoded,
     Handle,
+    MessageSpec,
     PeerMetadata,
     Recorded,
     Segments,
     SharedBody,
 )
-from telegrad.worker.calls.tracing import TraceContext
 from telegrad.worker.scope import Autocast, current_chain
 
 __all__ = ["Messages", "is_serializing"]
@@ -50,8 +50,7 @@ _BODY, _METADATA, _CODEC = int(Flag.BODY), int(Flag.METADATA), int(BodyKind.CODE
 _MUST_DELIVER = int(Flag.MUST_DELIVER)
 is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _ALL_PEERS = -1  # instead of a peer, for a message to several peers
-_MAX_TICKETS = 250_000  # of metadata,
-_MAX_METADATA = 16 << 20  # and its bytes (Limits::trailer in csrc/core/limits.h)
+_MAX_TICKETS = 250_000  # of metadata
 
 
 class _SerializationState(threading.local):
@@ -136,39 +135,18 @@ class Messages:
         """Return the reference at an index of the message being decoded."""
         return _serialization.handles[index]
 
-    def encode(
-        self,
-        peer: int,
-        value: object,
-        target: RRefId | None = None,
-        autocast: Autocast = None,
-        ticket: Ticket | None = None,
-        custom: BodyPickler | None = None,
-        parts: str | tuple[str, ...] = "result",
-        context: AutogradContext | None = None,
-        request: bool = False,
-        trace: TraceContext | None = None,
-        epoch: int | None = None,
-    ) -> Encoded:
+    def encode(self, peer: int, value: object, spec: MessageSpec = PLAIN_MESSAGE) -> Encoded:
         """Encode a message's body and metadata.
 
         Args:
             peer: Receiver.
             value: Content of the body.
-            target: Reference that the request creates.
-            autocast: The caller's autocast state.
-            ticket: Ticket to send for a reference that is not in the body.
-            custom: The program's pickler; then the value is a `ByPickler`.
-            parts: Name of the value in errors, or names of a tuple's items.
-            context: Autograd context of the message.
-            request: The message is a request: its metadata names the context, and its tensors are recorded only in grad
-                mode. Tensors of a reply are always recorded.
-            trace: What the callee records for a profile.
-            epoch: Epoch of `ticket`; None for the present one.
+            spec: How to encode it.
 
         Raises:
             Exception: Whatever pickling the value raises; then all tickets are taken back.
         """
+        target, autocast, ticket, epoch, custom, parts, context, request, trace = spec
         state = _serialization
         outer = state.peer, state.tickets, state.epoch
         if epoch is None:  # before the tickets: if the session ends meanwhile, the message is not sent
@@ -368,7 +346,7 @@ class Messages:
             metadata = self._plain((*before, report))
         else:
             metadata = self._metadata((), None, None, None, report)
-        if len(metadata) > _MAX_METADATA:
+        if len(metadata) > MAX_METADATA:
             logger.warning("the profile of a call is left out of its reply: it has %d bytes", len(metadata))
             return message
         return message._replace(flags=message.flags | _METADATA, segments=[*segments, metadata])

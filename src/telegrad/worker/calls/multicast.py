@@ -4,17 +4,15 @@ from asyncio import _get_running_loop
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from telegrad.errors import NotInitialized
 from telegrad.serialize.function_names import NotByName
-from telegrad.wire import Flag, Tag
+from telegrad.wire import ANY_EPOCH, Flag, Tag
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls.client import Calls
-from telegrad.worker.calls.encoded import ANY_EPOCH, PeerMetadata
+from telegrad.worker.calls.encoded import PeerMetadata
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import active
-from telegrad.worker.scope import Scope, caller_flags, caller_state, current, remaining
+from telegrad.worker.scope import caller_flags, caller_state
 
 __all__ = ["call_many"]
 
@@ -49,9 +47,8 @@ def call_many(
     if active or len(peers) < 2:  # interceptors and single calls use the ordinary path
         start = calls.client.start
         return [start(peer, function, args, kwargs, timeout, None, False, bool(flags & _INTERNAL)) for peer in peers]
-    scope = current.get()
-    context = None if flags & _INTERNAL else _recorded_in(calls, scope)
-    timeout = remaining(timeout, scope)
+    recorded_in, timeout, depth = calls.client.read_scope(timeout)
+    context: AutogradContext | None = None if flags & _INTERNAL else recorded_in
     parts: tuple[str, ...] = ("args", "kwargs")
     body: tuple[object, ...] = (args, kwargs)
     number, text = 0, None
@@ -92,7 +89,7 @@ def call_many(
         epochs = [ANY_EPOCH if own is None else own.epoch for _, _, own in requests]
         ids = calls.engine.start_many(
             to, _CALL, flags | extra, number, text, written.body, written.segments,
-            metadata or None, epochs, timeout, 0 if scope is None else scope.depth,
+            metadata or None, epochs, timeout, depth,
             _get_running_loop() is not None, awaited,
         )  # fmt: skip
         for future, call in zip(awaited, ids, strict=True):
@@ -100,15 +97,3 @@ def call_many(
         if not all(ids):
             raise NotInitialized
     return futures
-
-
-def _recorded_in(calls: Calls, scope: Scope | None) -> AutogradContext | None:
-    """Return the autograd context of the running code's calls.
-
-    Without grad mode, nothing is recorded outside of contexts. `Preparer::read_scope` does the same.
-    """
-    hooks = calls.messages.hooks
-    context: AutogradContext | None = None if scope is None else scope.autograd
-    if context is None:
-        context = hooks.outside
-    return None if context is hooks.plain and not torch.is_grad_enabled() else context

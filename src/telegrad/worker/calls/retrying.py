@@ -179,12 +179,10 @@ class RetryingCall:
 
     def _remembered(self) -> tuple[object, ...]:
         """Return the arguments of `run_once`."""
-        name = self._worker.calls.find_name(self._function)
-        function: object = self._function if name is None else name[1]
         return (
             (self._worker.incarnation, self._key),
             _WINDOW + self._retry.max_backoff,
-            function,
+            self._worker.calls.name_or_function(self._function),
             tuple(self._args or ()),
             dict(self._kwargs or {}),
         )

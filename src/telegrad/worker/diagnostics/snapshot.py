@@ -14,6 +14,7 @@ from telegrad.group.addresses import transport_of
 from telegrad.options import Options
 from telegrad.serialize.function_names import readable
 from telegrad.types import WorkerInfo
+from telegrad.wire import RequestStateText
 from telegrad.worker import lifecycle_log
 from telegrad.worker.autograd_hooks import AutogradHooks
 from telegrad.worker.calls.callables import full_name_of
@@ -92,8 +93,8 @@ def snapshot(worker: Inspected) -> DebugInfo:
             pending_calls=stats["pending_calls"],
             queued_requests=stats["queued_requests"],
             running_requests=stats["running_requests"],
-            deferred_requests=states.count("deferred"),
-            parked_requests=states.count("parked"),
+            deferred_requests=states.count(RequestStateText.DEFERRED),
+            parked_requests=states.count(RequestStateText.PARKED),
             pool_threads=stats["pool_threads"],
             connections=stats["connections"],
             lanes=stats["lanes"],
@@ -158,13 +159,13 @@ def _requests(worker: Inspected, core: _core.Snapshot) -> list[ServedRequestInfo
             continue
         age, caller = (core.at - each.since) / 1e9, worker.members.name_of(each.peer)
         on_thread = running.get(key)
-        if each.state == "queued":
+        if each.state == RequestStateText.QUEUED:
             left = (each.deadline - core.at) / 1e9 if each.deadline else None
             found.append(ServedRequestInfo(_function(each.name), caller, each.state, age, left))
         elif on_thread is not None:
             function = retried.get(key) or on_thread.function
             found.append(ServedRequestInfo(function, caller, "running", age, on_thread.time_left, on_thread.thread))
-        elif each.state == "parked":
+        elif each.state == RequestStateText.PARKED:
             found.append(ServedRequestInfo(_function(each.name), caller, each.state, age))
         else:
             found.append(ServedRequestInfo(_INTERNAL, caller, each.state, age))

@@ -26,7 +26,7 @@ from telegrad.worker import process_hooks
 from telegrad.worker.autograd_hooks import AutogradHooks
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import error_of
-from telegrad.worker.calls.encoded import Encoded
+from telegrad.worker.calls.encoded import Encoded, MessageSpec
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import Interceptors
 from telegrad.worker.calls.messages import Messages
@@ -304,7 +304,7 @@ class Handlers:
             return
         try:
             sent = value if pickler is None else ByPickler(None, value, ())
-            message = self.messages.encode(info.peer, sent, custom=pickler, context=info.context)
+            message = self.messages.encode(info.peer, sent, MessageSpec(custom=pickler, context=info.context))
         except BaseException as e:  # errors of pickling, SystemExit too: the caller needs a reply
             self.report(info.peer, e)
             self.fail(info, e)
