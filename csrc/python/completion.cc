@@ -68,7 +68,10 @@ nb::object Completions::complete(nb::handle target, Completion&& completion) con
     python_result(call_python(set_result_.ptr(), target.ptr(), value.ptr()));
   });
   if (!error.is_valid()) return value;
-  if (nb::cast<bool>(target.attr("done")())) {  // raised by a callback of the program or by a signal handler
+  const bool is_done = nb::cast<bool>(target.attr("done")());
+  if (is_done && nb::cast<bool>(target.attr("_is_set")) && PyErr_GivenExceptionMatches(error.ptr(), PyExc_RuntimeError))
+    return {};    // the program has completed it meanwhile
+  if (is_done) {  // raised by a callback of the program or by a signal handler
     PyErr_SetObject(error.type().ptr(), error.ptr());
     throw nb::python_error();
   }

@@ -11,7 +11,7 @@ from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
 from telegrad.worker.calls.callables import is_scripted
-from telegrad.worker.calls.client import Outcome, complete
+from telegrad.worker.calls.client import Outcome
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.unread_failures import Failure
 
@@ -166,9 +166,9 @@ class PendingCreation:
             return
         error = None if self.failure is None else self.failure.error
         if error is None:
-            complete(future, None)
+            future._succeed(None)
         else:
-            future.set_exception(error)
+            future._fail(error)
 
 
 class CreationFuture(CallFuture[None]):

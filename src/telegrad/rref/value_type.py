@@ -19,9 +19,9 @@ def request_type(rref: AnyHandle, timeout: float) -> CallFuture[Any]:
     if rref.is_owner():
         future: CallFuture[Any] = CallFuture._of()
         try:
-            future.set_result(type(rref.worker.references.owned(rref.id).get()))
+            future._succeed(type(rref.worker.references.owned(rref.id).get()))
         except Exception as e:
-            future.set_exception(e.with_traceback(None))
+            future._fail(e.with_traceback(None))
     else:
         future = rref._start(type, timeout)
     rref._type_future = future

@@ -259,7 +259,7 @@ class Calls:
         """Complete a future with an exception."""
         if isinstance(error, Cancelled):
             error.__context__ = None  # what the canceling code handles: its frames refer to the future
-        future.set_exception(error.with_traceback(None))  # its frames refer to the future
+        future._fail(error.with_traceback(None))  # its frames refer to the future
         if is_interrupt(error):  # complete the future first
             raise error
 

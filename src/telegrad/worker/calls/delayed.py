@@ -45,7 +45,7 @@ def send_later(calls: Sender, open_work: OpenWork, request: Request, future: Cal
         try:
             calls.client.start_request(request._replace(timeout=0), inner)
         except Exception as e:
-            inner.set_exception(e)
+            inner._fail(e)
         else:
             if is_cancelable:
                 work.add(inner.cancel)

@@ -68,6 +68,8 @@ class CallFuture(torch.futures.Future[T]):
     _source: "CallFuture[Any] | None" = None  # the call that completes the future, for a thread that waits
     _is_of_handler = False  # the child of `then` passes on the failure, with its type
     _on_late_reply: Callable[[], None] | None = None  # for a reply after the timeout that only Python enforces
+    _has_parent = False  # `then` returned the future
+    _is_set = False  # by the program: the call completes it no more
 
     @classmethod
     def _of(
@@ -154,6 +156,9 @@ class CallFuture(torch.futures.Future[T]):
         """
         if self.done():
             return False
+        return self._cancel()
+
+    def _cancel(self) -> bool:
         if self._cancel_work is not None:
             return self._cancel_work()
         calls = getattr(self, "_calls", None) or self._parent_calls
@@ -194,6 +199,7 @@ class CallFuture(torch.futures.Future[T]):
         """
         child: CallFuture[S] = CallFuture(NO_DEVICES)
         child._request = (-1, callback, 0)
+        child._has_parent = True
         child._parent_calls = getattr(self, "_calls", None) or self._parent_calls
         child._parent_call = self._call_id() or self._parent_call
         child._cancel_work = self._cancel_work
@@ -205,9 +211,9 @@ class CallFuture(torch.futures.Future[T]):
                 value = callback(done)
             except BaseException as e:
                 failure = self.failure() if self._is_of_handler else None
-                child.set_exception(_of_callback(e) if failure is None or not _is_copy(e, failure) else failure)
+                child._fail(_of_callback(e) if failure is None or not _is_copy(e, failure) else failure)
             else:
-                child.set_result(value)
+                child._succeed(value)
 
         self._has_callbacks = True
         super().add_done_callback(_core.shielded(run))
@@ -226,17 +232,66 @@ class CallFuture(torch.futures.Future[T]):
         """Run a function of Telegrad when the call has ended, in no scope of the caller."""
         torch._C.Future.add_done_callback(self, _core.shielded(callback))
 
+    def set_result(self, result: T) -> None:
+        """Complete the future with a value of the program.
+
+        Every thread and coroutine that waits gets the value. The call is canceled, as by `cancel`, if it has not ended;
+        if `then` returned the future, the call at the start of its chain goes on.
+
+        Args:
+            result: The value.
+
+        Raises:
+            RuntimeError: The future is done.
+        """
+        try:
+            self._detach()
+        finally:
+            super().set_result(result)
+
     def set_exception(self, result: object) -> None:
-        """Complete the future with an exception, for `wait`, `value` and ``await``.
+        """Complete the future with an exception of the program, for `wait`, `value` and ``await``.
+
+        The call is canceled, as by `set_result`.
 
         Args:
             result: The exception.
 
         Raises:
             TypeError: ``result`` is not an exception.
+            RuntimeError: The future is done.
         """
         if not isinstance(result, BaseException):
             raise TypeError(f"{result} is of type {type(result)}, not an Exception.")
+        try:
+            self._detach()
+        finally:
+            self._set_failure(result)
+
+    def _detach(self) -> None:
+        """Cancel the future's own call: the program completes the future."""
+        if self.done():
+            return
+        self._is_set = True
+        if not self._has_parent:
+            self._cancel()
+
+    def _succeed(self, value: T) -> None:
+        """Complete the future with the value of its call or work, unless the program has completed it."""
+        try:
+            torch._C.Future.set_result(self, value)
+        except RuntimeError:
+            if not self._is_set:
+                raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Complete the future with the error of its call or work, unless the program has completed it."""
+        if not self._is_set:
+            self._set_failure(error)
+
+    def _set_failure(self, result: BaseException) -> None:
+        if self.done():
+            torch._C.Future.set_result(self, cast("T", result))  # raises torch's error; the failure stays
         failure = self._failure = self._failed(result)
 
         def fail(error: BaseException) -> None:
@@ -246,7 +301,7 @@ class CallFuture(torch.futures.Future[T]):
         if self._read:  # set before the failure
             failure.read = True
         super()._set_unwrap_func(fail)
-        super().set_result(cast("T", result))
+        torch._C.Future.set_result(self, cast("T", result))
 
     def _failed(self, error: BaseException) -> Failure:
         calls = getattr(self, "_calls", None) or self._parent_calls

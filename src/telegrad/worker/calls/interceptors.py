@@ -312,12 +312,12 @@ def run_chain(chain: tuple[Interceptor, ...], call: InterceptedCall, last: Proce
 def succeeded(value: object) -> CallFuture[Any]:
     """Return a future that is done."""
     future: CallFuture[Any] = CallFuture._of()
-    future.set_result(value)
+    future._succeed(value)
     return future
 
 
 def failed(error: BaseException) -> CallFuture[Any]:
     """Return a future that has failed; it logs nothing if the program ignores it."""
     future: CallFuture[Any] = CallFuture._of(is_read=True)
-    future.set_exception(error)
+    future._fail(error)
     return future

@@ -70,7 +70,7 @@ def call_many(
             try:
                 own = calls.messages.encode_for_peer(peer, written, autocast, context)
             except Exception as e:  # a reference cannot be sent to this peer
-                future.set_exception(e)
+                future._fail(e)
             else:
                 if own is None:
                     without_metadata.append((peer, future, None))

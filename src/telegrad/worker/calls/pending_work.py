@@ -91,7 +91,7 @@ class PendingWork:
             for cancel in reversed(parts):
                 cancel()
         finally:
-            future.set_exception(error)
+            future._fail(error)
         return True
 
     def close(self) -> None:
@@ -102,14 +102,14 @@ class PendingWork:
         """Complete the future with a value; False if it has been completed."""
         future = self._take()
         if future is not None:
-            future.set_result(value)
+            future._succeed(value)
         return future is not None
 
     def fail(self, error: BaseException) -> bool:
         """Complete the future with an error; False if it has been completed."""
         future = self._take()
         if future is not None:
-            future.set_exception(error.with_traceback(None))
+            future._fail(error.with_traceback(None))
         return future is not None
 
     def follow(

@@ -138,9 +138,9 @@ class InterceptedHandler:
 
         def ended(value: object, error: BaseException | None) -> None:
             if error is None:
-                future.set_result(value)
+                future._succeed(value)
             else:
-                future.set_exception(error)
+                future._fail(error)
 
         cancel = self._run_on_loop(coroutine, ended)
 

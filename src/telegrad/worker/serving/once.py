@@ -184,9 +184,9 @@ class RememberedRuns:
                 after = run.expires - now
         del dropped  # without the lock: finalizers of the program may run
         if error is None:
-            future.set_result(value)
+            future._succeed(value)
         else:
-            future.set_exception(error)
+            future._fail(error)
         if sets_timer:
             self._later(max(after, 0.0), self.forget_expired)
 
@@ -196,7 +196,7 @@ class RememberedRuns:
             self._running.pop(run.request, None)
             self._runs.pop(key, None)
         if run.future is not None:
-            run.future.set_exception(error)
+            run.future._fail(error)
 
     def cancel(self, request: RequestKey) -> None:
         """Cancel a run for the caller of its latest request; nothing for other requests."""
