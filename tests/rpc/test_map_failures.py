@@ -33,6 +33,22 @@ def test_an_error_comes_at_its_place(chunk: int | None) -> None:
     assert list(results) == []
 
 
+def stop_at(x: int) -> int:
+    if x == 3:
+        raise StopIteration(x)
+    return x
+
+
+def test_stop_iteration_is_an_error() -> None:
+    results = rpc.map("w1", stop_at, range(6))
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(RemoteError, match="stop_at raised .*StopIteration") as raised:
+        next(results)
+    assert notes(raised.value).endswith("in rpc.map of stop_at, at item 3")
+    assert (raised.value.worker, raised.value.original_type) == ("w1", "StopIteration")
+    assert isinstance(raised.value.__cause__, StopIteration)
+
+
 def test_an_error_drops_the_remaining_items(chunk_sizes: list[int]) -> None:
     items = itertools.count(-2)
     with pytest.raises(ZeroDivisionError):

@@ -21,6 +21,7 @@ from telegrad.serialize.copies import IMMUTABLE
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.function_names import NotByName
 from telegrad.serialize.tracebacks import is_of_signal_handler, strip_own_frames
+from telegrad.streams.read_errors import not_an_end
 from telegrad.types import To, WorkerInfo
 from telegrad.waits import SIGNAL_CHECK_INTERVAL
 from telegrad.worker import Worker
@@ -270,7 +271,7 @@ class _Mapping:
                     self._fill()  # the workers run the next chunks while the program uses these results
                 yield from values
                 if failure is not None:
-                    raise failure
+                    raise not_an_end(failure, self._label) if isinstance(failure, StopIteration) else failure
             if self._source.error is not None:
                 raise self._source.error
         except Exception as error:

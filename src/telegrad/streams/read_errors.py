@@ -4,7 +4,7 @@ from typing import Final, NoReturn
 
 from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, SerializationError, WorkerLost
 
-__all__ = ["STATE_GRACE", "closed_at_callee", "expired", "is_expiry", "raise_to_reader"]
+__all__ = ["STATE_GRACE", "closed_at_callee", "expired", "is_expiry", "not_an_end", "raise_to_reader"]
 
 STATE_GRACE: Final = 40_000_000
 """Time in ns that a reader waits for the state of a request; the core asks for 20 ms (kStateGrace)."""
@@ -23,10 +23,30 @@ def raise_to_reader(stream: object, error: BaseException, taken: int) -> NoRetur
     if isinstance(error, SerializationError) and error.args and _RESULT in str(error.args[0]):
         error.args = (str(error.args[0]).replace(_RESULT, f"item {taken} of {stream}"), *error.args[1:])
     elif isinstance(error, (StopIteration, StopAsyncIteration)):  # would look like the end of the stream
-        raise RuntimeError(f"{stream} raised {type(error).__name__}") from error
+        raise not_an_end(error, stream)
     elif not isinstance(error, (WorkerLost, NotInitialized)):
         error.add_note(f"raised by {stream} after {taken} items")
     raise error
+
+
+def not_an_end(error: BaseException, what: object) -> RuntimeError:
+    """Return an error to raise in place of a StopIteration, which would look like the end of the items.
+
+    Args:
+        error: The StopIteration or StopAsyncIteration, usually of a remote function.
+        what: What raised it, for the text.
+    """
+    raised = type(error).__name__
+    if not isinstance(error, RemoteError):
+        instead = RuntimeError(f"{what} raised {raised}")
+    else:
+        instead = RemoteError(f"{what} raised {raised}")
+        instead.worker, instead.worker_id = error.worker, error.worker_id
+        instead.original_type, instead.remote_traceback = error.original_type, error.remote_traceback
+    for note in getattr(error, "__notes__", ()):
+        instead.add_note(note)
+    instead.__cause__ = error
+    return instead
 
 
 def is_expiry(error: BaseException | None) -> bool:
