@@ -144,6 +144,13 @@ _REMEDY_BY_STATE: Final = {
 }
 
 
+_NO_TIME: Final = 1e-9  # s; timeout of a call for which no time was left: the deadline of the request had passed
+_NO_TIME_LEFT: Final = (
+    "The deadline of the running request, which its calls share, had passed before this call was sent, or its own"
+    " timeout was less than 2 ns. Give the request a larger timeout= (0 means no limit)."
+)
+
+
 class RpcTimeout(TelegradError, TimeoutError):
     """A call did not finish within its timeout. It is a ``TimeoutError`` as well.
 
@@ -175,9 +182,11 @@ class RpcTimeout(TelegradError, TimeoutError):
         self.call = call
         self.state = state
         details = "; ".join(filter(None, (call, "state unknown" if state == "unknown" else state)))
-        limit = f"{timeout * 1000:.6g}" if timeout < 1 else round(timeout * 1000)
+        limit = f"{timeout * 1000:.6g} ms" if timeout < 1 else f"{round(timeout * 1000)} ms"
+        if 0 < timeout <= _NO_TIME:
+            limit, remedy = "0 ms left", _NO_TIME_LEFT
         super().__init__(
-            f"RPC ran for more than set timeout ({limit} ms) and will now be marked with an error"
+            f"RPC ran for more than set timeout ({limit}) and will now be marked with an error"
             + (f" ({details})" if details else "")
             + f". {remedy or _REMEDY_BY_STATE.get(state, self.LARGER)}"
         )

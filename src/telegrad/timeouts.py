@@ -4,6 +4,8 @@ import math
 import time
 from typing import Any
 
+from telegrad.errors import is_drop_in
+
 __all__ = ["FOREVER", "SharedDeadline", "nanoseconds"]
 
 FOREVER = 1e9  # s; longer timeouts, and infinity, mean no timeout
@@ -11,18 +13,23 @@ _MIN_STEP = 1.0  # s that every step may take
 
 
 def nanoseconds(seconds: Any) -> int:
-    """Convert a timeout to ns: 0 for none, at least 1 for one that has expired.
+    """Convert a timeout to ns: 0 for none, else at least 1.
 
     Raises:
-        TypeError, ValueError: The timeout is not a number.
+        TypeError, ValueError: The timeout is not a number, or negative. Under the drop-in a negative timeout has
+            expired, as in torch.
     """
     if not isinstance(seconds, (int, float)):
         seconds = _number(seconds)
-    if seconds < FOREVER:
-        return max(int(seconds * 1e9), 1) if seconds else 0
+    if 0 < seconds < FOREVER:
+        return int(seconds * 1e9) or 1
     if math.isnan(seconds):
         raise ValueError(f"a timeout has to be a number of seconds, not {seconds}")
-    return 0
+    if seconds < 0 and not is_drop_in():
+        raise ValueError(
+            f"a timeout has to be a number of seconds, 0 or more, not {seconds} (0 for no limit, -1 for the default)"
+        )
+    return 1 if seconds < 0 else 0
 
 
 def _number(seconds: Any) -> float:

@@ -1,9 +1,12 @@
 """Timeouts per call, by default and without limit; deadlines of nested calls."""
 
+import asyncio
 import contextlib
+import functools
 import re
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from telegrad.testing import Cluster, Gate, Local, cluster, eventually
 
 pytestmark = [pytest.mark.usefixtures("clean", "quiet"), pytest.mark.filterwarnings("error")]
 
+NO_TIME_LEFT = r"RPC ran for more than set timeout \(0 ms left\) and .* had passed before this call was sent"
 TEXT = r"RPC ran for more than set timeout \((\d+) ms\) and will now be marked with an error"
 
 
@@ -89,11 +93,61 @@ def test_no_limit(endless: float, gate: Gate) -> None:
         api._set_rpc_timeout(60)
 
 
-@pytest.mark.parametrize("over", [-2, -0.5, 1e-12])
-def test_an_expired_timeout_fails_at_once(over: float, gate: Gate) -> None:
+def test_a_timeout_of_almost_nothing_fails_at_once(gate: Gate) -> None:
     for start in (rpc.rpc_sync, lambda *a, **k: rpc.rpc_async(*a, **k).wait()):
-        with pytest.raises(RpcTimeout, match="RPC ran for more than set timeout"):
-            start("w1", gate.enter, timeout=over)
+        with pytest.raises(RpcTimeout, match=NO_TIME_LEFT):
+            start("w1", gate.enter, timeout=1e-12)
+
+
+USES: dict[str, Callable[[float], object]] = {
+    **{
+        name: functools.partial(lambda way, timeout: way(echo, (1,), timeout=timeout), way)
+        for name, way in WAYS.items()
+    },
+    "retry": lambda timeout: rpc.rpc_sync("w1", echo, (1,), None, timeout, retry=rpc.Retry()),
+    "call": lambda timeout: asyncio.run(rpc.call("w1", echo, (1,), timeout=timeout)),
+    "remote": lambda timeout: rpc.remote("w1", echo, (1,), timeout=timeout),
+    "to_here": lambda timeout: rpc.remote("w1", echo, (1,)).to_here(timeout),
+    "method": lambda timeout: rpc.remote("w1", list).rpc_sync(timeout).clear(),
+    "multicast": lambda timeout: rpc.multicast(["w1"], echo, (1,), timeout=timeout),
+    "stream": lambda timeout: rpc.stream("w1", range(3).__iter__, timeout=timeout),
+    "map": lambda timeout: rpc.map("w1", echo, [1], timeout=timeout),
+    "the default": api._set_rpc_timeout,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("negative", [-2, -0.5])
+def test_a_negative_timeout_is_refused(two: Cluster, use: Callable[[float], object], negative: float) -> None:
+    with pytest.raises(ValueError, match=rf"0 or more, not {negative}(\.0)? \(0 for no limit, -1 for the default\)"):
+        use(negative)
+
+
+def test_a_negative_timeout_has_expired_under_the_drop_in(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telegrad.timeouts.is_drop_in", lambda: True)
+    with pytest.raises(RpcTimeout, match=NO_TIME_LEFT):
+        rpc.rpc_sync("w1", gate.enter, timeout=-2)
+
+
+def too_late(to: str) -> str:
+    """Make a call after the deadline of the request."""
+    eventually(rpc.cancelled)
+    with pytest.raises(RpcTimeout, match=NO_TIME_LEFT) as caught:
+        rpc.rpc_sync(to, echo, (1,))
+    texts.append(str(caught.value))
+    return texts[-1]
+
+
+texts: list[str] = []
+
+
+def test_a_call_after_the_deadline_of_its_request_says_so(two: Cluster) -> None:
+    texts.clear()
+    with pytest.raises(RpcTimeout, match=r"\(100 ms\)"):
+        rpc.rpc_sync("w1", too_late, ("w0",), timeout=0.1)
+    eventually(lambda: texts)
+    assert "threads" not in texts[0]
+    assert "The deadline of the running request, which its calls share, had passed" in texts[0]
 
 
 def test_an_endless_default(gate: Gate) -> None:

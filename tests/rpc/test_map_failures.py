@@ -42,7 +42,7 @@ def stop_at(x: int) -> int:
 def test_stop_iteration_is_an_error() -> None:
     results = rpc.map("w1", stop_at, range(6))
     assert [next(results) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(RemoteError, match="stop_at raised .*StopIteration") as raised:
+    with pytest.raises(RemoteError, match=r"stop_at raised .*StopIteration") as raised:
         next(results)
     assert notes(raised.value).endswith("in rpc.map of stop_at, at item 3")
     assert (raised.value.worker, raised.value.original_type) == ("w1", "StopIteration")

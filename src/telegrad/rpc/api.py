@@ -318,15 +318,15 @@ def shutdown_worker(worker: Worker, graceful: bool, timeout: float) -> None:
 
 def _shutdown_limit(worker: Worker, timeout: float) -> float:
     """Return the limit of a shutdown in seconds, 0 for none."""
-    limit = nanoseconds(timeout) / 1e9
     if timeout in (DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT):
         return worker.options.shutdown_timeout
-    if timeout < 0:
+    given: object = timeout
+    if isinstance(given, (int, float)) and given < 0:
         raise ValueError(
             f"the timeout of shutdown has to be a number of seconds, 0 or more, not {timeout}: 0 and -1 are the option"
             " shutdown_timeout"
         )
-    return limit
+    return nanoseconds(timeout) / 1e9
 
 
 def _refuse_in_handlers(graceful: bool) -> None:

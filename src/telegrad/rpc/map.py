@@ -119,8 +119,8 @@ def map(
         A generator of the results. Like every generator, it must be used by one thread at a time.
 
     Raises:
-        ValueError, TypeError: an argument is invalid: no workers, a chunk that is not positive, items that are not
-            iterable.
+        ValueError, TypeError: an argument is invalid: no workers, a chunk that is not positive, a negative timeout,
+            items that are not iterable.
         RuntimeError: a worker does not exist, or this process has not joined a group (`NotInitialized`).
         ImportError: ``progress`` needs a package that is not installed.
         exceptions of ``func``, while iterating: after the results of the items before, with the item's index in a note;
@@ -146,6 +146,7 @@ def map(
             _check_integer(name, value, least)
     if retry is not None:
         require_retry(retry)
+    worker.calls.timeout(timeout)
     many = [workers] if isinstance(workers, (str, int, WorkerInfo)) else list(workers)
     if not many:
         raise ValueError("rpc.map needs at least one worker: pass a worker, or a sequence of workers")

@@ -117,7 +117,10 @@ class Calls:
         """Convert a timeout of the API to ns.
 
         Args:
-            seconds: -1 for the default, 0 for none; any other negative timeout has expired.
+            seconds: -1 for the default, 0 for none.
+
+        Raises:
+            TypeError, ValueError: As `nanoseconds`.
         """
         if seconds == -1:
             return self.default_timeout

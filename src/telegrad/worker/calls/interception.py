@@ -327,7 +327,8 @@ class _Chain:
         if call is given:
             return form
         if call.timeout != given.timeout:
-            form = form._replace(timeout=remaining(nanoseconds(call.timeout), current.get()))
+            seconds = 1e-9 if call.timeout < 0 else call.timeout  # the interceptor has used up the time
+            form = form._replace(timeout=remaining(nanoseconds(seconds), current.get()))
         if self._carrier is not None:
             function = call.function if form.receiver is not None else self._calls.name_or_function(call.function)
             return form._replace(args=self._carrier.change(form.args, function, call.args, call.kwargs))

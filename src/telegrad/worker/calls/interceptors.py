@@ -80,8 +80,9 @@ class InterceptedCall:
         function: the function. At the caller of a method of a reference the method's name, and None for ``to_here``.
         args: positional arguments. Of a chunk: one, the list of its items.
         kwargs: keyword arguments.
-        timeout: at the caller the limit in seconds, at the callee the seconds that are left; 0 is no limit. When a
-            stream is opened, of the wait for its first item; 0 at the caller, because the reader limits its waits.
+        timeout: at the caller the limit in seconds, at the callee the seconds that are left; 0 is no limit, and a
+            negative one has expired. When a stream is opened, of the wait for its first item; 0 at the caller, because
+            the reader limits its waits.
         receiver: at the caller, the `RRef` whose value the call is about; else None.
         delay: at the caller, seconds after which the request is sent; they count towards the timeout. It is encoded at
             once. For tests of slow networks.
