@@ -116,6 +116,19 @@ def test_a_failing_callback_affects_no_other() -> None:
     assert call().wait() == 1
 
 
+def test_a_failing_done_callback_is_logged(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    future = call()
+    future.add_done_callback(lambda _: fail("in the callback"))
+    assert future.wait() == 1
+    eventually(lambda: caplog.records)
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("telegrad", logging.ERROR)
+    assert record.getMessage() == "a callback of the future of echo raised"
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "in the callback"
+    assert "running the callback" not in capfd.readouterr().err
+
+
 def test_done_does_not_wait() -> None:
     gate = Gate()
     future = rpc.rpc_async("w1", gate.enter, ("x",))

@@ -5,6 +5,7 @@ it fails and the program never retrieves the error, the log has a line.
 """
 
 import asyncio
+import logging
 import operator
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
@@ -23,6 +24,8 @@ from telegrad.worker.scope import current
 from telegrad.worker.unread_failures import CallSummary, Failure, describe_call
 
 __all__ = ["NO_DEVICES", "CallFuture", "Deferred", "awaitable_of", "cancel_if_interrupted", "is_future"]
+
+logger: logging.Logger = logging.getLogger("telegrad")
 
 NO_DEVICES: list[object] = []
 
@@ -223,10 +226,18 @@ class CallFuture(torch.futures.Future[T]):
         """Run a callback when the call has ended, or now if it has.
 
         Args:
-            callback: Gets this future. See `then` for its thread. Torch prints exceptions of the callback.
+            callback: Gets this future. See `then` for its thread. Exceptions of the callback are logged.
         """
+        bound, request = bind_scope(callback), getattr(self, "_request", None)
+
+        def run(done: torch.futures.Future[T]) -> None:
+            try:
+                bound(done)
+            except Exception:
+                logger.exception("a callback of the future of %s raised", describe_call(request))
+
         self._has_callbacks = True
-        super().add_done_callback(_core.shielded(bind_scope(callback)))
+        super().add_done_callback(_core.shielded(run))
 
     def _on_done(self, callback: Callable[[Any], object]) -> None:
         """Run a function of Telegrad when the call has ended, in no scope of the caller."""
