@@ -257,7 +257,7 @@ def test_close_before_the_generator_exists() -> None:
         gate.enter()
         return Closable(ended.value)
 
-    stream = rpc.stream("w1", late)
+    stream = rpc.stream("w1", late)  # type: ignore[arg-type, var-annotated]
     gate.wait_for()
     stream.close()
     gate.open()
@@ -273,7 +273,7 @@ def test_a_close_that_its_callee_has_handled_before_the_generator_exists(two: Cl
 
     stats = two[1]._worker.engine.stats
     before = stats()["requests"]
-    stream = rpc.stream("w1", late)
+    stream = rpc.stream("w1", late)  # type: ignore[arg-type, var-annotated]
     gate.wait_for()
     stream.close()
     eventually(lambda: stats()["requests"] >= before + 2 and stats()["running_requests"] == 1)
@@ -290,7 +290,7 @@ def test_an_iterator_that_exists_after_the_loss_of_its_caller_is_closed() -> Non
         return Closable(closed.value)
 
     with cluster(2, graceful=False) as group:
-        stream = rpc.stream("w1", late)
+        stream = rpc.stream("w1", late)  # type: ignore[arg-type, var-annotated]
         gate.wait_for()
         group[0].shutdown(graceful=False)
         eventually(lambda: 0 in group[1]._worker.members.lost)

@@ -126,7 +126,7 @@ def test_functions_that_return_no_iterator() -> None:
         (lambda: 1, "an int, not"),
     ):
         with pytest.raises(TypeError, match=f"on worker w1 returned {match}"):
-            next(rpc.stream("w1", function))
+            next(rpc.stream("w1", function))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="positional argument"):
         next(rpc.stream("w1", numbers))
     with pytest.raises(TypeError, match="callable"):
@@ -151,7 +151,7 @@ def stop() -> None:
 
 def test_stop_iteration_of_the_function_is_no_end() -> None:
     with pytest.raises(RuntimeError, match=r"raised .*StopIteration"):
-        next(rpc.stream("w1", stop))  # type: ignore[type-var]
+        next(rpc.stream("w1", stop))  # type: ignore[arg-type]
 
 
 # ---- wrong uses

@@ -3,7 +3,9 @@
 A line that must be an error has a ``type: ignore``. Both checkers report unused ones.
 """
 
-from collections.abc import Callable, Coroutine
+import functools
+import itertools
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, assert_type
 
 import torch
@@ -16,6 +18,8 @@ from telegrad.rpc import CallFuture
 
 class Model(torch.nn.Module):
     """Module of a program, used in calls and references."""
+
+    untyped: list[Any]
 
     @staticmethod
     def load(path: str) -> "Model":
@@ -91,6 +95,35 @@ def asynchronous() -> None:
     assert_type(rpc.multicast(range(1, 4), plain, (1,)), list[CallFuture[str]])
     assert_type(rpc.multicast(["w1", 2], later), list[CallFuture[bytes]])
     assert_type(rpc.wait_all(rpc.multicast(range(1, 4), plain)), list[str])
+
+
+def numbers(n: int) -> Iterator[int]:
+    raise NotImplementedError
+
+
+async def texts(n: int) -> AsyncIterator[str]:
+    yield ""
+
+
+def listed(n: int) -> list[int]:
+    raise NotImplementedError
+
+
+def streams(worker: rpc.Worker, model: Model) -> None:
+    assert_type(rpc.stream("w1", numbers, (3,)), rpc.Stream[int])
+    assert_type(rpc.stream("w1", texts, (3,), timeout=1, prefetch=2), rpc.Stream[str])
+    assert_type(rpc.stream("w1", functools.partial(numbers, 3)), rpc.Stream[int])
+    assert_type(rpc.stream("w1", lambda: iter("abc")), rpc.Stream[str])
+    assert_type(rpc.stream("w1", itertools.count, (3,)), rpc.Stream[int])
+    assert_type(worker.stream("w1", numbers, (3,)), rpc.Stream[int])
+    for item in rpc.stream("w1", anything):
+        assert_type(item, Any)
+    for item in model.untyped:
+        rpc.stream("w1", item)
+    rpc.stream("w1", listed, (3,))  # type: ignore[arg-type]
+    rpc.stream("w1", range, (3,))  # type: ignore[arg-type]
+    rpc.stream("w1", later, (3,))  # type: ignore[arg-type]
+    worker.stream("w1", listed, (3,))  # type: ignore[arg-type]
 
 
 async def awaited() -> None:

@@ -1,7 +1,7 @@
 """Streams of a generator's items: `stream`."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import TypeAlias, TypeVar
 
 from telegrad.errors import NotInitialized
 from telegrad.rpc.calls import NOT_CALLABLE, Args, Kwargs
@@ -19,37 +19,15 @@ Items: TypeAlias = Iterator[T] | AsyncIterator[T]
 """Return type of a function whose items can be streamed."""
 
 
-@overload
 def stream(
     to: To,
     func: Callable[..., Items[T]],
     args: Args = None,
     kwargs: Kwargs = None,
-    timeout: float = ...,
-    *,
-    prefetch: int = ...,
-) -> Stream[T]: ...
-@overload
-def stream(
-    to: To,
-    func: Callable[..., object],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = ...,
-    *,
-    prefetch: int = ...,
-) -> Stream[Any]: ...
-
-
-def stream(
-    to: To,
-    func: Callable[..., object],
-    args: Args = None,
-    kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     prefetch: int = PREFETCH,
-) -> Stream[Any]:
+) -> Stream[T]:
     """Run a generator on another worker and return the stream of its items.
 
     Returns at once; the first item takes as long as three to four calls. The callee produces further items while the

@@ -205,39 +205,16 @@ class Worker:
         with self._worker:
             return multicast(to, func, args, kwargs, timeout)
 
-    @overload
     def stream(
         self,
         to: To,
         func: Callable[..., Items[T]],
         args: Args = None,
         kwargs: Kwargs = None,
-        timeout: float = ...,
-        *,
-        prefetch: int = ...,
-    ) -> Stream[T]: ...
-    @overload
-    def stream(
-        self,
-        to: To,
-        func: Callable[..., object],
-        args: Args = None,
-        kwargs: Kwargs = None,
-        timeout: float = ...,
-        *,
-        prefetch: int = ...,
-    ) -> Stream[Any]: ...
-
-    def stream(
-        self,
-        to: To,
-        func: Callable[..., object],
-        args: Args = None,
-        kwargs: Kwargs = None,
         timeout: float = -1.0,
         *,
         prefetch: int = PREFETCH,
-    ) -> Stream[Any]:
+    ) -> Stream[T]:
         """Open a stream, as `telegrad.rpc.stream` through this worker."""
         with self._worker:
             return stream(to, func, args, kwargs, timeout, prefetch=prefetch)
