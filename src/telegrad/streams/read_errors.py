@@ -30,7 +30,9 @@ def raise_to_reader(stream: object, error: BaseException, taken: int) -> NoRetur
 
 
 def not_an_end(error: BaseException, what: object) -> RuntimeError:
-    """Return an error to raise in place of a StopIteration, which would look like the end of the items.
+    """Return an error to raise instead of a StopIteration.
+
+    Raised itself, it would look like the end of the items.
 
     Args:
         error: The StopIteration or StopAsyncIteration, usually of a remote function.

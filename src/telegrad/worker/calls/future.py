@@ -261,9 +261,9 @@ class CallFuture(torch.futures.Future[T]):
             super().set_result(result)
 
     def set_exception(self, result: object) -> None:
-        """Complete the future with an exception of the program, for `wait`, `value` and ``await``.
+        """Complete the future with an exception of the program.
 
-        The call is canceled, as by `set_result`.
+        `wait`, `value` and ``await`` raise it. The call is canceled, as by `set_result`.
 
         Args:
             result: The exception.
@@ -288,7 +288,7 @@ class CallFuture(torch.futures.Future[T]):
             self._cancel()
 
     def _succeed(self, value: T) -> None:
-        """Complete the future with the value of its call or work, unless the program has completed it."""
+        """Complete the future with the value of its work, if the program has not."""
         try:
             torch._C.Future.set_result(self, value)
         except RuntimeError:
@@ -296,7 +296,7 @@ class CallFuture(torch.futures.Future[T]):
                 raise
 
     def _fail(self, error: BaseException) -> None:
-        """Complete the future with the error of its call or work, unless the program has completed it."""
+        """Complete the future with the error of its work, if the program has not."""
         if not self._is_set:
             self._set_failure(error)
 
