@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import re
 import threading
@@ -121,6 +122,14 @@ USES: dict[str, Callable[[float], object]] = {
 def test_a_negative_timeout_is_refused(two: Cluster, use: Callable[[float], object], negative: float) -> None:
     with pytest.raises(ValueError, match=rf"0 or more, not {negative}(\.0)? \(0 for no limit, -1 for the default\)"):
         use(negative)
+
+
+def test_a_negative_timeout_of_an_interceptor_has_expired(gate: Gate) -> None:
+    def spend(call: rpc.InterceptedCall, proceed: rpc.Proceed) -> object:
+        return proceed(dataclasses.replace(call, timeout=call.timeout - 100))
+
+    with rpc.intercept(client=spend), pytest.raises(RpcTimeout, match=NO_TIME_LEFT):
+        rpc.rpc_sync("w1", gate.enter, timeout=60)
 
 
 def test_a_negative_timeout_has_expired_under_the_drop_in(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
