@@ -130,17 +130,18 @@ void init_codec(nb::module_& m) {
           "__init__",
           [](Codec* self, nb::type_object tensor_type, nb::object exchange_api, nb::object encode_tensor,
              nb::object decode_tensor, int max_depth, nb::tuple byte_types, nb::object parameter_type,
-             nb::object watch_cut, nb::object is_watched, std::uint64_t max_objects, nb::object too_many) {
+             nb::object watch_cut, nb::object is_watched, std::uint64_t max_objects, nb::object too_many,
+             nb::object forward_ad) {
             if (max_depth < 1 || max_depth > 1000) throw nb::value_error("max_depth must be from 1 to 1000");
             new (self) Codec(TensorBridge(std::move(tensor_type), std::move(exchange_api), std::move(encode_tensor),
                                           std::move(decode_tensor), std::move(byte_types), std::move(parameter_type),
-                                          std::move(watch_cut), std::move(is_watched)),
+                                          std::move(watch_cut), std::move(is_watched), std::move(forward_ad)),
                              max_depth, max_objects, too_many.is_none() ? nb::borrow(codec_error()) : too_many);
           },
           nb::arg("tensor_type"), nb::arg("exchange_api").none(), nb::arg("encode_tensor"), nb::arg("decode_tensor"),
           nb::arg("max_depth") = 64, nb::arg("byte_types") = nb::tuple(), nb::arg("parameter_type") = nb::none(),
           nb::arg("watch_cut") = nb::none(), nb::arg("is_watched") = nb::none(), nb::arg("max_objects") = kMaxObjects,
-          nb::arg("too_many") = nb::none())
+          nb::arg("too_many") = nb::none(), nb::arg("forward_ad") = nb::none())
       .def_prop_ro("max_objects", &Codec::max_objects, "The most objects of a decoded value, in units of 64 bytes.")
       .def_prop_ro("refused", &Codec::refused, "How many values had too many objects.")
       .def_prop_ro("most_objects", &Codec::most_objects, "The most objects that a decoded value has had.")

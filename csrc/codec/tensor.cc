@@ -107,7 +107,8 @@ nb::object versioned_owner(const Segment& segment) {
 }
 
 TensorBridge::TensorBridge(nb::type_object tensor_type, nb::object exchange_api, nb::object encode, nb::object decode,
-                           nb::tuple byte_types, nb::object parameter_type, nb::object watch_cut, nb::object is_watched)
+                           nb::tuple byte_types, nb::object parameter_type, nb::object watch_cut, nb::object is_watched,
+                           nb::object forward_ad)
     : type_object_(std::move(tensor_type)),
       type_(reinterpret_cast<PyTypeObject*>(type_object_.ptr())),
       encode_(std::move(encode)),
@@ -116,10 +117,13 @@ TensorBridge::TensorBridge(nb::type_object tensor_type, nb::object exchange_api,
       parameter_type_(std::move(parameter_type)),
       watch_cut_(std::move(watch_cut)),
       is_watched_(std::move(is_watched)),
+      forward_ad_(std::move(forward_ad)),
+      no_level_(nb::steal(PyLong_FromLong(-1))),
       requires_grad_(nb::steal<nb::str>(PyUnicode_InternFromString("requires_grad"))),
       is_leaf_(nb::steal<nb::str>(PyUnicode_InternFromString("is_leaf"))),
       leaf_hooks_(nb::steal<nb::str>(PyUnicode_InternFromString("_post_accumulate_grad_hooks"))),
-      dtype_(nb::steal<nb::str>(PyUnicode_InternFromString("dtype"))) {
+      dtype_(nb::steal<nb::str>(PyUnicode_InternFromString("dtype"))),
+      current_level_(nb::steal<nb::str>(PyUnicode_InternFromString("_current_level"))) {
   if (exchange_api.is_none()) return;
   auto* api = static_cast<dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange_api.ptr(), dlpack::kExchangeApiCapsule));
   if (!api) throw nb::python_error();
@@ -134,12 +138,19 @@ TensorBridge::TensorBridge(nb::type_object tensor_type, nb::object exchange_api,
 }
 
 EncodeStatus TensorBridge::describe(PyObject* tensor, TensorSpec& spec, Segment& segment) const {
-  if (api_) {
+  if (api_ && !in_dual_level()) {
     bool unsure = false;
     const EncodeStatus outcome = describe_natively(tensor, spec, segment, unsure);
     if (!unsure) return outcome;
   }
   return describe_by_hook(tensor, spec, segment);
+}
+
+// Small integers are single objects, so the comparison of addresses is exact.
+bool TensorBridge::in_dual_level() const {
+  if (!PyDict_CheckExact(forward_ad_.ptr())) return false;
+  PyObject* level = PyDict_GetItemWithError(forward_ad_.ptr(), current_level_.ptr());
+  return level && level != no_level_.ptr();
 }
 
 bool TensorBridge::flag(const TorchMethod& method, PyObject* tensor, bool& out) const {
@@ -345,6 +356,7 @@ int TensorBridge::traverse(visitproc visit, void* arg) const {
   Py_VISIT(parameter_type_.ptr());
   Py_VISIT(watch_cut_.ptr());
   Py_VISIT(is_watched_.ptr());
+  Py_VISIT(forward_ad_.ptr());
   Py_VISIT(is_neg_.ptr());
   Py_VISIT(is_conj_.ptr());
   Py_VISIT(untyped_storage_.ptr());

@@ -64,10 +64,11 @@ struct Located {
 class TensorBridge {
  public:
   /// `exchange_api`: the capsule, or None. `byte_types`: the torch dtypes that DLPack describes as 8-bit integers (it
-  /// does not distinguish torch.uint4 from torch.uint8). `parameter_type`: torch's Parameter class, or None. Throws
-  /// nb::python_error.
+  /// does not distinguish torch.uint4 from torch.uint8). `parameter_type`: torch's Parameter class, or None.
+  /// `forward_ad`: the dict of the module torch.autograd.forward_ad, or None. Throws nb::python_error.
   TensorBridge(nb::type_object tensor_type, nb::object exchange_api, nb::object encode, nb::object decode,
-               nb::tuple byte_types, nb::object parameter_type, nb::object watch_cut, nb::object is_watched);
+               nb::tuple byte_types, nb::object parameter_type, nb::object watch_cut, nb::object is_watched,
+               nb::object forward_ad);
 
   bool is_tensor(PyObject* object) const { return Py_TYPE(object) == type_; }
   bool is_parameter(PyObject* object) const {
@@ -97,6 +98,8 @@ class TensorBridge {
   /// perhaps with a Python error set.
   bool locate(PyObject* tensor, Located& out) const;
   bool flag(const TorchMethod& method, PyObject* tensor, bool& out) const;
+  /// Returns whether tensors may have tangents, which only the hook sees.
+  bool in_dual_level() const;
 
   nb::type_object type_object_;
   PyTypeObject* type_;
@@ -107,7 +110,8 @@ class TensorBridge {
   TorchMethod is_neg_, is_conj_, untyped_storage_, data_ptr_;
   nb::object storage_type_;
   nb::object watch_cut_, is_watched_;
-  nb::str requires_grad_, is_leaf_, leaf_hooks_, dtype_;
+  nb::object forward_ad_, no_level_;
+  nb::str requires_grad_, is_leaf_, leaf_hooks_, dtype_, current_level_;
 };
 
 }  // namespace telegrad::codec

@@ -699,7 +699,7 @@ class Codec:
     str, bytes, tuple, list, dict, dense CPU tensors and the registered types; subclasses are not.
     """
 
-    def __init__(self, tensor_type: type, exchange_api: object | None, encode_tensor: object, decode_tensor: object, max_depth: int = 64, byte_types: tuple[Any, ...] = (), parameter_type: object | None = None, watch_cut: object | None = None, is_watched: object | None = None, max_objects: int = 33554432, too_many: object | None = None) -> None: ...
+    def __init__(self, tensor_type: type, exchange_api: object | None, encode_tensor: object, decode_tensor: object, max_depth: int = 64, byte_types: tuple[Any, ...] = (), parameter_type: object | None = None, watch_cut: object | None = None, is_watched: object | None = None, max_objects: int = 33554432, too_many: object | None = None, forward_ad: object | None = None) -> None: ...
 
     @property
     def max_objects(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serialize_helpers import Replacer, carry_segments, codec_pair, is_within, received, resized, same, slow_codec
+from torch.autograd import forward_ad
 
 from telegrad.errors import SerializationError
 from telegrad.serialize.tensor_layout import DTYPE_OF_CODE, make_codec
@@ -302,3 +303,14 @@ def test_a_tensor_larger_than_its_storage_is_refused(codec, make, text):
 def test_without_elements_a_storage_may_be_empty(codec):
     assert codec_pair(resized(torch.ones(3)[3:], 0), codec).shape == (0,)
     assert codec_pair(resized(torch.ones(0, 3), 0), codec).shape == (0, 3)
+
+
+def test_a_tensor_with_a_tangent_is_refused(codec):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        for value in (dual, [torch.ones(2), dual * 2], dual.clone().requires_grad_()):
+            with pytest.raises(RuntimeError, match="its tangent would be lost"):
+                codec.encode(value)
+        assert same(codec_pair(torch.ones(2), codec), torch.ones(2))
+        assert codec.encode(torch.eye(2).to_sparse()) is None
+    assert same(codec_pair(dual, codec), torch.ones(2))

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serialize_helpers import Replacer, bits, is_within, pickle_pair, resized, same
+from torch.autograd import forward_ad
 
 from telegrad.errors import SerializationError
 from telegrad.serialize.pickling import Serializer, dumps
@@ -369,3 +370,22 @@ def test_segments_are_memory_of_their_owners_while_another_thread_replaces_it(se
         if mode.called < call:
             return
     raise AssertionError("the last call was not reached")
+
+
+def with_weight(weight):
+    module = torch.nn.Linear(2, 2)
+    del module.weight
+    module.weight = weight
+    return module
+
+
+@pytest.mark.parametrize(
+    "hold", [lambda t: {t}, lambda t: t.as_subclass(Scored), with_weight], ids=["set", "class", "module"]
+)
+def test_a_tensor_with_a_tangent_is_refused(hold):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(RuntimeError, match="its tangent would be lost"):
+            dumps(hold(dual))
+        dumps(hold(torch.ones(2)))
+    dumps(hold(dual))

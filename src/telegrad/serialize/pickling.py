@@ -34,7 +34,15 @@ from telegrad.serialize.pickle_error_types import as_serialization_error
 from telegrad.serialize.pickle_errors import describe_type, find_unpicklable
 from telegrad.serialize.plain_data import PlainData
 from telegrad.serialize.storage_aliasing import Segment, TensorSlot, place, restore
-from telegrad.serialize.tensor_layout import MAX_OBJECTS, Body, Buffer, is_plain, make_codec
+from telegrad.serialize.tensor_layout import (
+    MAX_OBJECTS,
+    Body,
+    Buffer,
+    in_dual_level,
+    is_plain,
+    make_codec,
+    refuse_tangent,
+)
 from telegrad.serialize.torch_types import (
     NO_GRADIENT,
     NO_NESTED_GRADIENT,
@@ -197,11 +205,12 @@ class _Outgoing:
         self.buffers: list[Segment] = []
         self.specials: list[torch.Tensor] | None = None  # of a recorded message
         self.bare: frozenset[int] = frozenset()  # of a recorded message: ids of the parameters that travel as tensors
+        self.pickler: type[Pickler] = _DualLevelPickler if in_dual_level() else Pickler
 
     def pickle_value(self, value: object, name: str | tuple[str, ...], file: io.BytesIO) -> None:
         keep_buffer = self._keep_buffer if self.out_of_band else None
         try:
-            Pickler(self, file, keep_buffer).dump(value)
+            self.pickler(self, file, keep_buffer).dump(value)
         except (SerializationError, TypeError, AttributeError, pickle.PickleError, NotImplementedError) as error:
             self._explain(error, value, name)
         except RecursionError as error:
@@ -213,7 +222,7 @@ class _Outgoing:
         for obj in self.extended:  # packed values may add to it
             extension = self.serializer.extensions[type(obj)]
             file = io.BytesIO()
-            Pickler(self, file, None).dump(extension.pack(obj))
+            self.pickler(self, file, None).dump(extension.pack(obj))
             rows.append((extension.code, file.getvalue()))
         return rows
 
@@ -221,7 +230,7 @@ class _Outgoing:
         rows = []
         for tensor in self.specials or ():
             file = io.BytesIO()
-            Pickler(self, file, None).dump(tensor.detach())
+            self.pickler(self, file, None).dump(tensor.detach())
             rows.append(file.getvalue())
         return rows
 
@@ -304,6 +313,15 @@ class Pickler(ByValuePickler):
                 raise SerializationError(NO_GRADIENT.format(kind.__qualname__))
         if isinstance(obj, torch.jit.ScriptModule):
             return reduce_script_module(obj)
+        return super().reducer_override(obj)
+
+
+class _DualLevelPickler(Pickler):
+    """Pickler while tensors may have tangents of forward-mode differentiation."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            refuse_tangent(obj)
         return super().reducer_override(obj)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
+from torch.autograd import forward_ad
 
 from telegrad import _core
 from telegrad.errors import Overloaded, SerializationError
@@ -31,6 +32,12 @@ CODE_OF_DTYPE: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPE_OF
 IN_TRANSFORM = (
     "a tensor of a torch.func transform (grad, vmap, jacrev, ...) cannot be sent to another worker: it has no memory of"
     " its own. Make the call outside of the transform, or run the transform in a function on the other worker."
+)
+
+IN_DUAL_LEVEL = (
+    "a tensor with a tangent of forward-mode differentiation (torch.autograd.forward_ad.make_dual, strategy="
+    "'forward-mode') cannot be sent to another worker: its tangent would be lost. Make the call outside of the dual"
+    " level, or run the differentiation in a function on the other worker."
 )
 
 SMALL_SPAN = 8 << 10
@@ -61,6 +68,24 @@ _transform_checks: list[Callable[[torch.Tensor], bool]] = [
 def is_of_transform(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is the wrapper of a torch.func transform."""
     return any(check(tensor) for check in _transform_checks)
+
+
+def in_dual_level() -> bool:
+    """Return whether tensors of this process may have tangents."""
+    return forward_ad._current_level >= 0
+
+
+def refuse_tangent(tensor: torch.Tensor) -> None:
+    """Raise RuntimeError if `tensor` has a tangent in the dual level that is active.
+
+    Only strided tensors of classes without a dispatch of their own can have one.
+    """
+    if not in_dual_level() or tensor.layout is not torch.strided or tensor.is_nested:
+        return
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return
+    if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+        raise RuntimeError(IN_DUAL_LEVEL)
 
 
 class TensorMemory(NamedTuple):
@@ -148,11 +173,12 @@ def encode_tensor(tensor: torch.Tensor) -> Described | None:
     If the elements span more than twice their own size, and more than SMALL_SPAN, the tensor is copied densely first.
 
     Raises:
-        RuntimeError: It belongs to a transform of torch.func.
+        RuntimeError: It belongs to a transform of torch.func, or has a tangent.
         SerializationError: It does not have the memory of its elements.
     """
     if is_of_transform(tensor):
         raise RuntimeError(IN_TRANSFORM)
+    refuse_tangent(tensor)
     if not is_plain(tensor):
         return None
     memory = memory_of(tensor).dense()
@@ -211,4 +237,5 @@ def make_codec(max_depth: int = 64, max_objects: int = MAX_OBJECTS) -> _core.Cod
         is_watched=is_watched,
         max_objects=max_objects,
         too_many=Overloaded,
+        forward_ad=vars(forward_ad),
     )
