@@ -30,6 +30,7 @@ from functools import partial
 from torch import Tensor
 
 from telegrad.autograd.context import Context
+from telegrad.autograd.incomplete import register
 from telegrad.autograd.plain.interception import install
 from telegrad.autograd.plain.records import PLAIN, PlainContext
 from telegrad.autograd.recording import record_received, record_sent
@@ -88,6 +89,7 @@ class Contexts:
         base = worker_id << ID_BITS
         self._context_ids = itertools.count(base + first_id % (1 << ID_BITS) + 1)
         self._message_ids = itertools.count(base + first_id % (1 << ID_BITS) + 1)
+        register(self)
 
     @property
     def max_id(self) -> int:
@@ -104,6 +106,7 @@ class Contexts:
         """
         if self._closed:
             raise NotInitialized
+        install()
         context = Context(next(self._context_ids))
         self.table[context.id] = context
         self._check_size()
@@ -133,6 +136,7 @@ class Contexts:
                     broken = self.broken.get(context_id)
                     self._adjust(context_id, tombstone, peer, -1)
                     return broken
+                install()
                 context = self.table[context_id] = Context(context_id)
             context.requests_received[peer] = context.requests_received.get(peer, 0) + 1
         self._check_size()

@@ -1,8 +1,9 @@
 """Start of passes without a context, from torch's own functions.
 
 Every call of `torch.autograd.backward`, `torch.autograd.grad` and `Tensor.backward` ends in `run_backward` of one
-object. The first message that arrives in a plain context replaces this object. A call whose roots lead to tensors that
-were received in a plain context becomes a pass over all workers; all others go to torch unchanged.
+object. The first message that arrives in a plain context, or the first context, replaces this object. A call whose
+roots lead to tensors that were received in a plain context becomes a pass over all workers; all others go to torch
+unchanged, if their gradients are complete (`incomplete.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from telegrad.autograd.execution.leaves import add_to_grad
 from telegrad.autograd.execution.torch_engine import takes_local_call
 from telegrad.autograd.execution.wanted import Wanted, entry_of
 from telegrad.autograd.graph.local_graph import ends_of
+from telegrad.autograd.incomplete import refuse_incomplete
 from telegrad.autograd.plain.records import PlainContext, any_receipts, receipt_of
 from telegrad.errors import NotInitialized
 from telegrad.serialize.tensor_layout import is_of_transform
@@ -67,11 +69,14 @@ class PlainEngine(_Engine):
     ) -> tuple[Tensor | None, ...]:
         """Run a backward pass of the local graph, or over all workers to which it leads."""
         context = None
-        if not takes_local_call() and any_receipts():
+        is_local = takes_local_call()
+        if not is_local and any_receipts():
             context = _context_of(tensors)
             if context is not None and inputs and not _may_return(context, inputs):
                 context = None
         if context is None:
+            if inputs and not is_local:
+                refuse_incomplete(tensors, inputs)
             found: tuple[Tensor | None, ...] = super().run_backward(
                 tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
             )
