@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.nn import RemoteModule
+from telegrad.rpc import RRef
 
 
 class Net(nn.Module):
@@ -55,6 +56,11 @@ def noting(module: nn.Module) -> None:
 def use(module: RemoteModule, x: Tensor) -> tuple[Tensor, Tensor, str | int]:
     """Use a module that was sent, on its receiver."""
     return module(x), module.encode(x, bias=1.0), module.on
+
+
+def is_reset_and_frozen(parameter: RRef[nn.Parameter]) -> bool:
+    value = parameter.local_value()
+    return value.grad is None and not value.requires_grad
 
 
 def pass_back(module: RemoteModule) -> RemoteModule:

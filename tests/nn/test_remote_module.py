@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_helpers import Net, NoModule, failing, noting, pass_back, use
+from module_helpers import Net, NoModule, failing, is_reset_and_frozen, noting, pass_back, use
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
@@ -318,6 +318,16 @@ def test_as_a_submodule(net: RemoteModule) -> None:
     hybrid.float().zero_grad()
     hybrid.apply(noting)
     assert torch.equal(net.state_dict()["first.weight"], torch.full((2, 4), 2.0))
+
+
+def test_apply_of_a_containing_module_resets_and_freezes_all(net: RemoteModule) -> None:
+    hybrid = Hybrid(net)
+    with autograd.plain():
+        hybrid(X).sum().backward()
+    hybrid.apply(nn.Module.zero_grad)
+    hybrid.apply(lambda module: module.requires_grad_(False))
+    for parameter in [*map(RRef, hybrid.parameters()), *net.remote_parameters()]:
+        assert rpc.rpc_sync(parameter.owner(), is_reset_and_frozen, (parameter,))
 
 
 def test_state_of_a_containing_module(net: RemoteModule) -> None:

@@ -103,6 +103,24 @@ def test_a_rate_that_is_a_tensor() -> None:
 
 
 @pytest.mark.usefixtures("w")
+@pytest.mark.parametrize("how", ["by name", "by place", "of the group"])
+def test_a_rate_that_is_a_tensor_stays_the_object_of_the_program(how: str) -> None:
+    model, rate = Spread(), torch.tensor(0.1)
+    params = model.parameters()
+    if how == "of the group":
+        ours = DistributedOptimizer(optim.SGD, [{"params": params, "lr": rate}], lr=torch.tensor(9.0))
+    else:
+        args, kwargs = ((rate,), {}) if how == "by place" else ((), {"lr": rate})
+        ours = DistributedOptimizer(optim.SGD, params, *args, **kwargs)
+        assert ours.defaults["lr"] is rate
+    assert ours.param_groups[0]["lr"] is rate
+    before = model.values()
+    rate.zero_()
+    model.train(ours, 0)
+    assert all(torch.equal(one, other) for one, other in zip(before, model.values(), strict=True))
+
+
+@pytest.mark.usefixtures("w")
 def test_groups_are_those_of_a_local_optimizer() -> None:
     model, local = Spread(), Local()
     ours = DistributedOptimizer(optim.AdamW, model.groups(), lr=0.1)

@@ -12,7 +12,7 @@ from telegrad.autograd.api import _is_valid_context
 from telegrad.errors import RemoteError, UnknownWorker, WorkerLost
 from telegrad.optim import owner as on_owner
 from telegrad.optim.ask import Request, ask, failures_of
-from telegrad.optim.groups import Part, part_of, read_group, read_groups
+from telegrad.optim.groups import Part, keep_tensors, part_of, read_group, read_groups, tensors_of
 from telegrad.optim.local import LocalOptimizer
 from telegrad.optim.owner import RemoteGroup, require_worker, step_of
 from telegrad.optim.state import check_groups, check_shapes, join, split
@@ -133,19 +133,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self._unusable:
                 error.add_note(self._unusable)
             raise
+        own = tensors_of(self.optimizer_class, args, kwargs)
         found: list[dict[str, Any]] = [{} for _ in groups]
         for one, reply in zip(owners, replies, strict=True):
             if one not in self._parts:
                 rref, reply = reply
                 self._parts[one] = Part(rref)
             defaults, options, shapes = reply
-            self.defaults.update(defaults)
+            self.defaults.update(keep_tensors(defaults, own))
             ids = [firsts[n] + place for n, (_, places) in mine[one] for place in places]
             self._parts[one].add([before + n for n, _ in mine[one]], ids, shapes, options)
             for (n, _), of_group in zip(mine[one], options, strict=True):
                 found[n].update(of_group)
         for (options, rrefs, names), of_group in zip(groups, found, strict=True):
             named = {} if names is None else {"param_names": names}
+            of_group = keep_tensors(of_group, own | options)
             self.param_groups.append({"params": rrefs, **self.defaults, **options, **of_group, **named})
 
     def _undo_add(self, attempt: str, owners: Sequence[int]) -> None:

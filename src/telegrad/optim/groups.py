@@ -1,6 +1,7 @@
 """Parameter groups of a distributed optimizer, and the part of each owner."""
 
 import copy
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from telegrad.optim.local import LocalOptimizer
 from telegrad.optim.owner import Changes, RemoteGroup
 from telegrad.rref import RRef
 
-__all__ = ["Part", "part_of", "read_group", "read_groups"]
+__all__ = ["Part", "keep_tensors", "part_of", "read_group", "read_groups", "tensors_of"]
 
 
 class Part:
@@ -91,6 +92,29 @@ def _snapshot(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ---- what the constructor takes
+
+
+def tensors_of(kind: object, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return the tensors among the options that an optimizer's constructor got, by name.
+
+    Args:
+        kind: the optimizer's class.
+        args: its arguments after the parameters.
+        kwargs: its arguments by name.
+    """
+    named = {key: value for key, value in kwargs.items() if isinstance(value, Tensor)}
+    if any(isinstance(value, Tensor) for value in args) and callable(kind):
+        names = list(inspect.signature(kind).parameters)[1:]
+        named |= {key: value for key, value in zip(names, args, strict=False) if isinstance(value, Tensor)}
+    return named
+
+
+def keep_tensors(options: dict[str, Any], own: Mapping[str, object]) -> dict[str, Any]:
+    """Replace tensors of options, copies from an owner, by those that the program has given."""
+    return {
+        key: own[key] if isinstance(value, Tensor) and isinstance(own.get(key), Tensor) else value
+        for key, value in options.items()
+    }
 
 
 def read_groups(entries: Sequence[Any]) -> tuple[list[RemoteGroup], bool]:
