@@ -8,7 +8,7 @@ The file is longer than others: it is the one table of the errors, each with its
 
 import concurrent.futures
 import sys
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 __all__ = [
     "Cancelled",
@@ -87,10 +87,17 @@ class NotInitialized(TelegradError):
     CALL = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."  # torch's text
     AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 
+    inherited: ClassVar[str] = ""
+    """Why this process cannot use the workers that it knows, if it is a fork and has no worker of its own."""
+
     def __init__(self, message: str = "") -> None:
-        super().__init__(
-            message or _for_drop_in("RPC has not been initialized, or has shut down. Call telegrad.rpc.init_rpc first.")
-        )
+        super().__init__(message or self._default())
+
+    @classmethod
+    def _default(cls) -> str:
+        if cls.inherited:
+            return f"{cls.CALL} ({cls.inherited})" if is_drop_in() else cls.inherited
+        return _for_drop_in("RPC has not been initialized, or has shut down. Call telegrad.rpc.init_rpc first.")
 
     @classmethod
     def closed(cls, why: str = "") -> Self:

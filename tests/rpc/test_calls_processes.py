@@ -1,5 +1,7 @@
 """Calls between processes with different definitions."""
 
+import json
+import os
 import subprocess
 import sys
 import types
@@ -162,3 +164,41 @@ def call_all(rank: int, n: int, init_method: str) -> list[int]:
     got = [rpc.rpc_sync(f"w{to}", echo, (to,)) for to in range(n)]
     rpc.shutdown()
     return got
+
+
+def use_in_a_fork(rank: int, n: int, init_method: str) -> list[str]:
+    join(rank, n, init_method)
+    rref = rpc.remote("w0", echo, (1,))
+    rref.to_here()
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        texts = []
+        for use in (lambda: rpc.rpc_sync("w0", echo, (1,)), rref.to_here):
+            try:
+                use()
+            except Exception as error:
+                texts.append(f"{type(error).__name__}: {error}")
+        os.write(writer, json.dumps([*texts, joined_again(init_method)]).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        texts = json.loads(pipe.read())
+    rpc.shutdown()
+    return [*texts, f"worker w0 (pid {os.getpid()})"]
+
+
+def joined_again(init_method: str) -> str:
+    """Join and leave a group of one's own, and return the text of a later error."""
+    rpc.init_rpc("alone", rpc_backend_options=rpc.Options(init_method=f"{init_method}-of-the-fork"))
+    assert rpc.rpc_sync("alone", echo, (1,)) == 1
+    rpc.shutdown()
+    return error_of(echo, 1)
+
+
+def test_errors_in_a_fork_name_the_parent() -> None:
+    ((call, reference, later, parent),) = processes(1, use_in_a_fork, method="fork")
+    for text, kind in ((call, "NotInitialized"), (reference, "RRefDeleted")):
+        assert text.startswith(kind)
+        assert f"was forked from that of {parent}, and a fork has no worker" in text
+    assert "was forked" not in later
+    assert "has not been initialized" in later

@@ -27,6 +27,7 @@ _STORE_GRACE = 2.0  # s for the threads that serve the group's store to end an o
 def register(worker: object) -> None:
     """Register a worker to be closed at process exit, unless the program closes it."""
     live_workers.add(worker)
+    NotInitialized.inherited = ""
     if os.getpid() not in _exits and _is_forked_by_multiprocessing():
         _exits.add(os.getpid())
         multiprocessing.util.Finalize(None, close_all, exitpriority=100)
@@ -96,13 +97,21 @@ def _is_forked_by_multiprocessing() -> bool:
 # ---- fork: the child lacks the threads, so it has no worker; the core closes the inherited links
 
 
+_INHERITED = (
+    "This process (pid {}) was forked from that of {} (pid {}), and a fork has no worker. Make the call in the parent,"
+    " start the process with the method spawn, or join under another name: call telegrad.rpc.init_rpc in the child."
+)
 _detached: list[object] = []
 forked: bool = False  # this process is the child of a handler and exits with that handler
 
 
 def _after_fork_in_child() -> None:
     global forked
-    for worker in list(live_workers):
+    workers = list(live_workers)
+    if names := sorted(worker.info.name for worker in workers if not worker.closed):
+        of_all = f"worker{'s' * (len(names) > 1)} {', '.join(names)}"
+        NotInitialized.inherited = _INHERITED.format(os.getpid(), of_all, os.getppid())
+    for worker in workers:
         forked = forked or worker.owns_current_thread()
         _detached.append(
             (worker, worker.detach_after_fork())

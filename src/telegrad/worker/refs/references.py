@@ -14,7 +14,7 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-from telegrad.errors import OwnerLost, RRefDeleted, RRefTimeout, TelegradError
+from telegrad.errors import NotInitialized, OwnerLost, RRefDeleted, RRefTimeout, TelegradError
 from telegrad.protocols.rref import (
     Confirmed,
     Delete,
@@ -85,6 +85,7 @@ class References(Creations):
         self._has_waiter = False  # a thread waits for the release of all references
         self._failed_here: dict[RRefId, str] = {}  # local creations after the timeout of their callers
         self.closed: bool = False
+        self._is_inherited = False  # by a forked child
         self._confirmations = ConfirmationWaiters()
         self.lock: threading.RLock = threading.RLock()
         self._changed = threading.Condition(self.lock)
@@ -101,7 +102,7 @@ class References(Creations):
 
     def detach_after_fork(self) -> None:
         """Reset in a forked child, where a missing thread may hold the lock."""
-        self.closed = True
+        self.closed = self._is_inherited = True
         self.dropped = deque(maxlen=0)  # releases in the child have no effect
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
@@ -218,6 +219,8 @@ class References(Creations):
     def unusable_reason(self, rref: RRefId, owner: int) -> TelegradError | None:
         """Return the error of a reference that is not usable, or None."""
         if self.closed:
+            if self._is_inherited:
+                return RRefDeleted(f"{rref} belongs to the process that created it. {NotInitialized.inherited}".strip())
             return RRefDeleted(
                 f"{rref} was released when its worker shut down. Cannot call to_here() on it after deletion."
             )
