@@ -367,3 +367,11 @@ def test_memory_lives_as_long_as_tensors_over_it():
     del arrived
     gc.collect()
     assert alive() is None
+
+
+def test_an_error_of_the_value_names_its_place():
+    module = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    text = r"(?s)only supported through state_dict.*\(at value\['m'\]\[1\], of type .*ParametrizedLinear\)"
+    with pytest.raises(SerializationError, match=text) as info:
+        dumps({"m": [1, module]})
+    assert type(info.value) is SerializationError

@@ -188,3 +188,31 @@ def test_local_functions_of_a_script_go_by_value(main):
     inner = pickle_pair(main.outer())
     assert inner() == 1
     assert inner.__globals__["named"] is main.named
+
+
+def test_a_cached_function_arrives_with_an_empty_cache():
+    cached = functools.lru_cache(maxsize=3, typed=True)(lambda x: x + 1)
+    cached(1)
+    again = pickle_pair(cached)
+    assert again.cache_parameters() == {"maxsize": 3, "typed": True}
+    assert again.cache_info().currsize == 0
+    assert again(1) == again(1) == 2
+    assert again.cache_info().hits == 1
+    assert pickle_pair(by_name) is by_name
+
+
+@functools.lru_cache
+def by_name(x):
+    return x
+
+
+def test_a_compiled_function_arrives_as_the_function():
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    assert pickle_pair(compiled)(1) == 2
+    assert not hasattr(pickle_pair(compiled), "_torchdynamo_orig_callable")
+
+    def around(x):
+        return 10 * x
+
+    around._torchdynamo_orig_callable = compiled._torchdynamo_orig_callable  # as functools.wraps does
+    assert pickle_pair(around)(1) == 10

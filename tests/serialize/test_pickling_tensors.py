@@ -334,7 +334,6 @@ def test_other_devices_are_refused():
 SMALLER = {
     "plain": lambda: resized(torch.ones(3000), 0),
     "parameter": lambda: resized(torch.nn.Parameter(torch.ones(3000)), 0),
-    "without memory": lambda: torch._efficientzerotensor(3),
     "conjugated": lambda: resized(torch.ones(3000, dtype=torch.complex64).conj(), 0),
     "negated": lambda: resized(torch.ones(3000, dtype=torch.complex64).conj().imag, 0),
     "quantized": lambda: resized(torch.quantize_per_tensor(torch.ones(3000), 0.1, 0, torch.quint8), 0),
@@ -389,3 +388,7 @@ def test_a_tensor_with_a_tangent_is_refused(hold):
             dumps(hold(dual))
         dumps(hold(torch.ones(2)))
     dumps(hold(dual))
+
+
+def test_zeros_without_memory():
+    assert same(pair([torch._efficientzerotensor(3), torch.ones(2)]), [torch.zeros(3), torch.ones(2)])

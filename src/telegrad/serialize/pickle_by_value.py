@@ -8,6 +8,7 @@ processes run the same script.
 """
 
 import copyreg
+import functools
 import io
 import pickle
 import sys
@@ -43,8 +44,33 @@ class ByValuePickler(_Pickler):
 
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, FunctionType | type) and not is_found_by_name(obj):
-            return super().reducer_override(obj)
+            original = _compiled_from(obj)
+            return super().reducer_override(obj) if original is None else (_uncompiled, (original,))
+        if type(obj) is _CACHED and not is_found_by_name(obj):
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
         return NotImplemented
+
+
+_CACHED = type(functools.lru_cache(print))
+
+
+def _compiled_from(obj: Any) -> object | None:
+    """Return the function that `torch.compile` has wrapped as `obj`, or None.
+
+    The attribute alone says nothing: `functools.wraps` copies it.
+    """
+    is_of_dynamo = isinstance(obj, FunctionType) and obj.__globals__.get("__name__") == "torch._dynamo.eval_frame"
+    return getattr(obj, "_torchdynamo_orig_callable", None) if is_of_dynamo else None
+
+
+def _uncompiled(function: object) -> object:
+    """Return the function below `torch.compile`, which would compile it again for each message."""
+    return function
+
+
+def _cached(function: Callable[..., object], parameters: dict[str, Any]) -> object:
+    """Return the function with a cache of its own, which is empty."""
+    return functools.lru_cache(**parameters)(function)
 
 
 def is_found_by_name(obj: Any) -> bool:

@@ -9,6 +9,8 @@ def as_serialization_error(kind: type[Exception]) -> type[SerializationError]:
     """Return a SerializationError that is also `kind`, which pickle has raised."""
     if issubclass(kind, SerializationError):
         return kind
+    if issubclass(SerializationError, kind):
+        return SerializationError
     if kind not in _both:
         try:
             members = {"__module__": SerializationError.__module__, "__reduce__": _reduce_both}

@@ -47,6 +47,7 @@ from telegrad.serialize.torch_types import (
     NO_GRADIENT,
     NO_NESTED_GRADIENT,
     REDUCERS,
+    bare_parameters,
     is_plain_subclass,
     reduce_parameter,
     reduce_script_module,
@@ -213,7 +214,11 @@ class _Outgoing:
             self.pickler(self, file, keep_buffer).dump(value)
         except (SerializationError, TypeError, AttributeError, pickle.PickleError, NotImplementedError) as error:
             self._explain(error, value, name)
-        except RecursionError as error:
+        except RuntimeError as error:
+            if type(error) is RuntimeError:  # of the value, as that of torch for a parametrized module
+                self._explain(error, value, name)
+            if not isinstance(error, RecursionError):
+                raise
             what = name if isinstance(name, str) else ", ".join(name)
             raise SerializationError(f"cannot pickle {what}: it is nested too deeply") from error
 
@@ -398,24 +403,6 @@ class Unpickler(unpickling.Unpickler):
             return super().find_class(module, name)
         except (AttributeError, ImportError) as error:
             raise as_serialization_error(type(error))(f"{error}{NOT_FOUND_HINT}") from error
-
-
-def bare_parameters(value: object) -> frozenset[int]:
-    """Return the ids of parameters that only tuples, lists and dicts contain.
-
-    Subclasses of these count as well.
-    """
-    found: set[int] = set()
-    seen: set[int] = set()
-    left: list[Any] = [value]
-    while left:
-        item = left.pop()
-        if type(item) is torch.nn.Parameter:
-            found.add(id(item))
-        elif isinstance(item, (tuple, list, dict)) and id(item) not in seen:
-            seen.add(id(item))
-            left += item.values() if isinstance(item, dict) else item
-    return frozenset(found)
 
 
 def _tensor(index: int) -> NoReturn:

@@ -138,6 +138,8 @@ def memory_of(tensor: torch.Tensor) -> TensorMemory:
         base, size = _bounds_of(storage)
         if nbytes == 0 or base <= address <= base + size - nbytes:
             return TensorMemory(dtype, shape, strides, address, nbytes, storage, address - base if nbytes else 0)
+        if tensor._is_zerotensor():  # zeros without memory
+            return memory_of(torch.zeros(shape, dtype=dtype, device="cpu"))
         if size < offset + nbytes:
             why = (
                 f"its storage has {size} of {offset + nbytes} bytes. The storage was made smaller (by"

@@ -68,6 +68,24 @@ def reduce_parameter(parameter: torch.nn.Parameter) -> Reduced:
     return function, (parameter.detach(), *rest)
 
 
+def bare_parameters(value: object) -> frozenset[int]:
+    """Return the ids of parameters that only tuples, lists and dicts contain.
+
+    Subclasses of these count as well.
+    """
+    found: set[int] = set()
+    seen: set[int] = set()
+    left: list[Any] = [value]
+    while left:
+        item = left.pop()
+        if type(item) is torch.nn.Parameter:
+            found.add(id(item))
+        elif isinstance(item, (tuple, list, dict)) and id(item) not in seen:
+            seen.add(id(item))
+            left += item.values() if isinstance(item, dict) else item
+    return frozenset(found)
+
+
 def is_plain_subclass(tensor: torch.Tensor) -> bool:
     """Return whether a tensor requires grad and its subclass only adds attributes."""
     kind = type(tensor)
