@@ -1,4 +1,4 @@
-"""Local passes to inputs, in a context: refused if another worker could return gradients to them."""
+"""Local passes to inputs, refused if their gradients would be incomplete."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Refusal of local passes whose gradients would be incomplete.
+"""Refusal of local passes with incomplete gradients.
 
 `torch.autograd.grad` and `backward(inputs=...)` run only nodes that lead to the inputs. So they never run the recvs of
 a context, which refuse a local pass, and what other workers would return to the inputs would be missing.
@@ -38,7 +38,7 @@ def register(owner: HasContexts) -> None:
 
 
 def refuse_incomplete(roots: Sequence[Entry], inputs: Sequence[Entry]) -> None:
-    """Raise RuntimeError if other workers of a context could return gradients to the inputs.
+    """Raise RuntimeError if other workers could return gradients to the inputs.
 
     They return what they get through recvs below the roots to sends above the inputs. A recv below an input returns it
     nothing: its message arrived before the input was computed.

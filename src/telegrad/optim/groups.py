@@ -110,7 +110,7 @@ def tensors_of(kind: object, args: Sequence[object], kwargs: Mapping[str, object
 
 
 def keep_tensors(options: dict[str, Any], own: Mapping[str, object]) -> dict[str, Any]:
-    """Replace tensors of options, copies from an owner, by those that the program has given."""
+    """Replace an owner's copies of tensors by those of the program."""
     return {
         key: own[key] if isinstance(value, Tensor) and isinstance(own.get(key), Tensor) else value
         for key, value in options.items()

@@ -64,7 +64,7 @@ def _compiled_from(obj: Any) -> object | None:
 
 
 def _uncompiled(function: object) -> object:
-    """Return the function below `torch.compile`, which would compile it again for each message."""
+    """Return the function: it would be compiled again for each message."""
     return function
 
 
