@@ -95,7 +95,7 @@ def _snapshot(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensors_of(kind: object, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
-    """Return the tensors among the options that an optimizer's constructor got, by name.
+    """Return the tensors among a constructor's arguments, by name.
 
     Args:
         kind: the optimizer's class.
