@@ -5,7 +5,7 @@ A line that must be an error has a ``type: ignore``. Both checkers report unused
 
 import functools
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any, assert_type
 
 import torch
@@ -105,8 +105,8 @@ async def texts(n: int) -> AsyncIterator[str]:
     yield ""
 
 
-def listed(n: int) -> list[int]:
-    raise NotImplementedError
+def words(n: int) -> Iterable[str]:
+    yield ""
 
 
 def streams(worker: rpc.Worker, model: Model) -> None:
@@ -120,10 +120,10 @@ def streams(worker: rpc.Worker, model: Model) -> None:
         assert_type(item, Any)
     for item in model.untyped:
         rpc.stream("w1", item)
-    rpc.stream("w1", listed, (3,))  # type: ignore[arg-type]
-    rpc.stream("w1", range, (3,))  # type: ignore[arg-type]
+    assert_type(rpc.stream("w1", words, (3,)), rpc.Stream[str])
+    rpc.stream("w1", nothing)  # type: ignore[arg-type]
     rpc.stream("w1", later, (3,))  # type: ignore[arg-type]
-    worker.stream("w1", listed, (3,))  # type: ignore[arg-type]
+    worker.stream("w1", nothing)  # type: ignore[arg-type]
 
 
 async def awaited() -> None:

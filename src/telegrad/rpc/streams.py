@@ -1,6 +1,6 @@
 """Streams of a generator's items: `stream`."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterable
 from typing import TypeAlias, TypeVar
 
 from telegrad.errors import NotInitialized
@@ -15,7 +15,7 @@ __all__ = ["Items", "stream"]
 
 T = TypeVar("T")
 
-Items: TypeAlias = Iterator[T] | AsyncIterator[T]
+Items: TypeAlias = Iterable[T] | AsyncIterable[T]  # hints of generator functions may say so
 """Return type of a function whose items can be streamed."""
 
 
