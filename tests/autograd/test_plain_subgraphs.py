@@ -12,6 +12,7 @@ from random_programs import Program, RunResult, Transfer, compare
 from simulated_group import Group
 from torch import Tensor
 
+from telegrad.autograd.context import Sent
 from telegrad.autograd.execution import torch_engine
 from telegrad.autograd.graph.local_graph import LocalGraph
 from telegrad.autograd.passes.backward_pass import BackwardPass
@@ -133,14 +134,14 @@ class Workers:
 def visits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Group], int]:
     """Return a function that counts how often passes have walked from a record so far."""
     walked = 0
-    begin = LocalGraph.__init__
+    extend = LocalGraph.extend
 
-    def count(self: LocalGraph, roots: Any, records: Any, *args: Any) -> None:
+    def count(self: LocalGraph, records: list[Sent]) -> None:
         nonlocal walked
         walked += len(records)
-        begin(self, roots, records, *args)
+        extend(self, records)
 
-    monkeypatch.setattr(LocalGraph, "__init__", count)
+    monkeypatch.setattr(LocalGraph, "extend", count)
     return lambda group: walked + sum(context.components.walked for context in group.contexts)
 
 
@@ -236,6 +237,22 @@ def test_a_hooked_leaf_of_several_trainers_gets_the_sum() -> None:
     assert sums == [[2, 2, 2]]
     workers.group.backward(2, [losses[2].sum()])
     assert sums[1:] == [[1, 1, 1]]
+
+
+def test_a_subgraph_that_grows_is_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leaf with hooks connects messages that share no nodes."""
+    workers, walked, extend = Workers(), [], LocalGraph.extend
+
+    def note(self: LocalGraph, records: list[Sent]) -> None:
+        walked.extend(record.id for record in records)
+        extend(self, records)
+
+    monkeypatch.setattr(LocalGraph, "extend", note)
+    sums: list[Any] = []
+    workers.weight.register_hook(lambda grad: sums.append(grad.tolist()))
+    workers.group.backward(0, [workers.call(leaf()).sum() + workers.call(leaf()).sum()])
+    assert sums == [[2, 2, 2]]
+    assert len(walked) == len(set(walked)) == 4
 
 
 def test_messages_stay_apart_when_the_one_that_connected_them_is_gone() -> None:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["Reports", "StageRunner"]
 
 Label: TypeAlias = tuple[int, ...]
-"""Place in a sum: (0, bit of the source), or (1, rank of the cell, number of the cut edge)."""
+"""Place in a sum: (0, id of the source), or (1, rank of the cell, number of the cut edge)."""
 
 Roots: TypeAlias = tuple[list["Entry"], list[Tensor]]
 """Roots of an engine call: entries, and a gradient for each."""
@@ -225,7 +225,7 @@ class StageRunner:
             self._source_grads[bit] = outputs, given
         else:
             for edge, grad in zip(outputs, given, strict=True):
-                self._add_pending(edge, (0, bit), grad)
+                self._add_pending(edge, (0, source), grad)
         return place
 
     def run(self, group: int) -> Reports:

@@ -80,6 +80,10 @@ class RecursionGuard:
     def __init__(self) -> None:
         self._at = FIRST
         self._gaps = itertools.cycle(GAPS)
+        self.resume()
+
+    def resume(self) -> None:
+        """Continue the walk, after its end."""
         self._collecting = gc.isenabled()
         gc.disable()
 

@@ -157,10 +157,11 @@ class LocalGraph:
             belong to groups.
 
     Attributes:
-        sources: The edges of each source, ROOT first if there are roots, then by id.
+        sources: The edges of each source, ROOT first if there are roots, then by id; in a plain context those of each
+            `extend` follow.
         walk: The walk, until `planner.plan` has created the stages from it; None if the sources are disjoint. In a
             plain context always the walk, until its user removes it.
-        leaves: In a plain context: the leaves, some of them several times.
+        leaves: The leaves, some of them several times.
         foreign: Recvs of other contexts, each with the mask of sources that reach it.
         shared: The id of a leaf -> the sources that reach it, by bit, if there are several. Disjoint sources only.
     """
@@ -179,6 +180,7 @@ class LocalGraph:
             "leaves",
         ),
         *("pairs", "recvs", "recvs_of", "shared", "sources", "stages", "taint", "walk"),
+        *("_are_leaves_simple", "_find_received"),
     )
     # Set by planner.py if sources meet:
     recvs_of: list[list[Received]]  # group -> recvs
@@ -195,24 +197,8 @@ class LocalGraph:
         receipts: Iterable[Received],
         find_received: Callable[[Node], Received | None] | None = None,
     ) -> None:
-        sources: dict[int, Edges] = {}
-        self.sources: dict[int, Edges] = sources
-        if roots:
-            entries: list[Entry | None] = []
-            for root in roots:
-                node = root.grad_fn if isinstance(root, Tensor) else None
-                entries.append(root if node is None else GradientEdge(node, root.output_nr))
-            sources[ROOT] = entries
-        if len(records) > 1:
-            records.sort(key=by_id)
-        for sent in records:
-            edges: Edges = sent.edges
-            for edge in edges:
-                if isinstance(edge, Tensor) and not edge.requires_grad:  # a leaf that required grad when it was sent
-                    edges = [None if isinstance(e, Tensor) and not e.requires_grad else e for e in edges]
-                    break
-            sources[sent.id] = edges
-        self.bits: dict[int, int] = dict(zip(sources, range(len(sources)), strict=True))
+        self.sources: dict[int, Edges] = {}
+        self.bits: dict[int, int] = {}
         self.recvs: dict[Node, Received] = {}
         for received in receipts:
             self.recvs[received.node] = received
@@ -222,56 +208,78 @@ class LocalGraph:
         self.shared: dict[int, list[int]] = {}
         self.stages: list[Stage] = []  # of disjoint sources, by bit
         self.is_subgraph: bool = find_received is not None
-        self.leaves: Sequence[Tensor] = ()
-        reach = GraphWalk(kinds, RecursionGuard)
+        self.leaves: list[Tensor] = []
+        self.is_disjoint: bool = True
+        self.walk: GraphWalk | None = GraphWalk(kinds, RecursionGuard)
+        self._find_received = find_received
+        self._are_leaves_simple = True  # none that several sources reach needs the final stage
+        if roots:
+            entries: list[Entry | None] = []
+            for root in roots:
+                node = root.grad_fn if isinstance(root, Tensor) else None
+                entries.append(root if node is None else GradientEdge(node, root.output_nr))
+            self.sources[ROOT] = entries
+        if roots or records:
+            self.extend(records)
+        if self.is_disjoint and find_received is None:
+            self.walk = None
+
+    def extend(self, records: list[Sent]) -> None:
+        """Walk on from further sends, in a plain context and before the graph is used."""
+        if len(records) > 1:
+            records.sort(key=by_id)
+        sources = self.sources
+        for sent in records:
+            edges: Edges = sent.edges
+            for edge in edges:
+                if isinstance(edge, Tensor) and not edge.requires_grad:  # a leaf that required grad when it was sent
+                    edges = [None if isinstance(e, Tensor) and not e.requires_grad else e for e in edges]
+                    break
+            sources[sent.id] = edges
+        reach = self.walk
+        assert reach is not None
+        if reach.guard is not None:
+            cast("RecursionGuard", reach.guard).resume()
         try:
-            self.is_disjoint: bool = self._walk(reach, find_received)
+            self.is_disjoint = self._walk(reach, list(sources)[len(self.bits) :])
         finally:
             if reach.guard is not None:
                 cast("RecursionGuard", reach.guard).close()
-        self.walk: GraphWalk | None = None if self.is_disjoint and not self.is_subgraph else reach
 
-    def _walk(self, reach: GraphWalk, find_received: Callable[[Node], Received | None] | None) -> bool:
-        """Walk from all sources; return whether each can be a stage of its own.
+    def _walk(self, reach: GraphWalk, new: Sequence[int]) -> bool:
+        """Walk from new sources; return whether each source can be a stage of its own.
 
         They can if they are disjoint and no leaf needs the final stage."""
-        recvs, stages = self.recvs, self.stages
-        simple = True
-        reached: list[Tensor] = []
-        for bit, edges in enumerate(self.sources.values()):
-            leaves, ends, shared = reach.walk(edges)
+        recvs, stages, find_received = self.recvs, self.stages, self._find_received
+        for bit, source in enumerate(new, len(stages)):
+            self.bits[source] = bit
+            leaves, ends, shared = reach.walk(self.sources[source])
             found: list[Received] = []
             outer: list[Node] = []
             for node in ends:
                 received = recvs.get(node) if find_received is None else find_received(node)
-                if received is None:
-                    if find_received is None and is_outer(node):
-                        outer.append(node)
-                    else:
-                        self.foreign.append((node, 1 << bit))
-                else:
+                if received is not None:
                     found.append(received)
                     recvs[node] = received
+                elif find_received is None and is_outer(node):
+                    outer.append(node)
+                else:
+                    self.foreign.append((node, 1 << bit))
             if len(found) > 1:
                 found.sort(key=by_id)
             stages.append(Stage(bit, (), found, leaves, [], (), outer))
             for leaf, before in shared:
-                simple = simple and not has_hooks(leaf)
+                self._are_leaves_simple &= not has_hooks(leaf)
                 if find_received is None:
                     self.shared.setdefault(id(leaf), [before]).append(bit)
                 else:
-                    simple = simple and not getattr(leaf, "_post_accumulate_grad_hooks", None)
-            reached += leaves
-        if find_received is not None:
-            self.leaves = reached
-            if len(stages) == 1:  # nothing else takes part
-                self.final = stages[0]
-                return True
-        if reach.sources_meet or not simple or has_ddp_param(reached):
+                    self._are_leaves_simple &= not getattr(leaf, "_post_accumulate_grad_hooks", None)
+            self.leaves += leaves
+        is_alone = self.is_subgraph and len(stages) == 1  # nothing else takes part
+        if not is_alone and (reach.sources_meet or not self._are_leaves_simple or has_ddp_param(self.leaves)):
             return False
-        if len(stages) == 1:  # it is also the final stage
-            self.final = stages[0]
-        elif self.shared:
+        self.final = stages[0] if len(stages) == 1 else _NO_STAGE  # a single source is also the final stage
+        if self.shared:
             for stage in stages:
                 stage.partial_leaves.extend([leaf for leaf in stage.complete_leaves if id(leaf) in self.shared])
                 stage.complete_leaves[:] = [leaf for leaf in stage.complete_leaves if id(leaf) not in self.shared]

@@ -15,7 +15,7 @@ from telegrad.autograd.ddp import reduced_with
 from telegrad.autograd.execution.stages import Reports, StageRunner
 from telegrad.autograd.graph.local_graph import LocalGraph, has_hooks
 from telegrad.protocols.backward import UnknownSend
-from telegrad.protocols.backward_messages import FINAL, Group, Layout
+from telegrad.protocols.backward_messages import FINAL, ROOT, Group, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,47 +105,46 @@ class PlainStages:
             UnknownSend: There is no such record, its subgraph has been released, or it shares nodes with one that the
                 pass has walked.
         """
-        subgraph = self._open((), roots) if roots else None
+        subgraph = self._open_roots(roots) if roots else None
         for send in sends:
             subgraph = self._subgraph_of.get(send) or self._open_send(send, alone_with)
         assert subgraph is not None
         return subgraph.runner.open()
 
+    def _open_roots(self, roots: Sequence[Entry]) -> _Subgraph:
+        graph = LocalGraph(roots, [], (), self._context.find_received)
+        self._complete(graph, set())
+        return self._add(graph, roots)
+
     def _open_send(self, send: int, alone_with: int | None = None) -> _Subgraph:
         context = self._context
-        graph: LocalGraph | None = None
+        graph = LocalGraph((), [], (), context.find_received)
         if alone_with is not None:  # does it lead to no other worker?
-            records = context.find_sent((send,))
-            if records:
-                graph = LocalGraph((), records, (), context.find_received)
-                if graph.leads_back(send, alone_with):
-                    return self._add(graph, ())
+            graph.extend(context.find_sent((send,)))
+            if graph.leads_back(send, alone_with):
+                return self._add(graph)
         messages = context.components.of(send)
         if not messages:
             raise UnknownSend(send, "no record at this worker, or was sent after backward began")
-        return self._open(messages, (), graph if len(messages) == 1 else None)
+        self._complete(graph, set(messages))
+        return self._add(graph)
 
-    def _open(self, messages: Sequence[int], roots: Sequence[Entry], graph: LocalGraph | None = None) -> _Subgraph:
-        """Walk the subgraph that begins at some messages, or at the roots.
-
-        `graph` is the graph of these messages, if it has been walked.
-        """
-        context = self._context
-        components = context.components
-        known = set(messages)
+    def _complete(self, graph: LocalGraph, messages: set[int]) -> None:
+        """Walk on until a subgraph has these messages, and all others that belong to it."""
+        known = set(graph.bits)
         while True:
-            conflict = known & self._subgraph_of.keys()
-            if conflict:
-                raise UnknownSend(min(conflict), MEETS)
-            if graph is None:
-                graph = LocalGraph(roots, context.find_sent(known), (), context.find_received)
-            further = self._sharing(graph.leaves)
-            if roots and graph.walk is not None:
-                further |= components.met_by(graph.walk)
-            if further <= known:
-                return self._add(graph, roots)
-            known |= further
-            graph = None
+            new = messages - known
+            if new:
+                conflict = new & self._subgraph_of.keys()
+                if conflict:
+                    raise UnknownSend(min(conflict), MEETS)
+                graph.extend(self._context.find_sent(new))
+                known |= new
+            messages = self._sharing(graph.leaves)
+            if ROOT in known and graph.walk is not None:
+                messages |= self._context.components.met_by(graph.walk)
+            if messages <= known:
+                return
 
     def _sharing(self, leaves: Sequence[Tensor]) -> set[int]:
         """Return the messages that reach the same leaves, if these must get the sum.
@@ -162,7 +161,7 @@ class PlainStages:
             message for message in components.sharing(sums) if message not in consumed or message in self._subgraph_of
         }
 
-    def _add(self, graph: LocalGraph, roots: Sequence[Entry]) -> _Subgraph:
+    def _add(self, graph: LocalGraph, roots: Sequence[Entry] = ()) -> _Subgraph:
         if graph.is_disjoint:
             graph.walk = None
         runner = StageRunner(self._context)
