@@ -18,7 +18,7 @@ from telegrad.autograd.passes.backward_pass import BackwardPass
 from telegrad.autograd.plain.records import PlainContext
 from telegrad.types import WorkerInfo
 
-PLAIN = (int, bytes, str, bool, type(None))
+ENCODABLE = (int, bytes, str, bool, type(None))
 
 
 class Hang(AssertionError):
@@ -33,7 +33,7 @@ def check_encodable(message: Any, depth: int = 0) -> None:
     elif type(message) is list:
         assert all(t is None or type(t) is Tensor for t in message), message
     else:
-        assert type(message) in PLAIN, f"{type(message)} in a message"
+        assert type(message) in ENCODABLE, f"{type(message)} in a message"
 
 
 class Group:

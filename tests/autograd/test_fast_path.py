@@ -58,11 +58,11 @@ def steps_taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def messages_of(program: Program, network: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the messages of a program's passes, in the order of sending."""
     said: list[str] = []
-    plain = Group.pass_of
+    original = Group.pass_of
 
     def pass_of(self: Group, worker: int, number: int, root: int) -> Any:
         self.on_send = lambda src, dst, message: said.append(f"{src} to {dst}: {message}")
-        return plain(self, worker, number, root)
+        return original(self, worker, number, root)
 
     with monkeypatch.context() as patch:
         patch.setattr(Group, "pass_of", pass_of)

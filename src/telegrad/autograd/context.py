@@ -127,6 +127,3 @@ class Context:
         if lost is not None:
             return WorkerLost(lost, f"so the records of its messages in autograd context {self.id} are gone")
         return UnknownSend(message, "no record at this worker, or was sent after backward began")
-
-    def consume(self, message: int) -> None:
-        """Note that a pass without `retain_graph` has a gradient for a sent message."""

@@ -6,7 +6,6 @@ a one-way message. The messages of a pass are requests (`telegrad.autograd.passe
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -70,7 +69,7 @@ class Autograd:
         calls = self.worker.calls
         calls.send_message("Cleanup", peer, partial(calls.client.notify_context_ended, peer, ended, epoch))
 
-    def on_ended(self, peer: int, connection: int, notification: tuple[int, Any]) -> None:
+    def on_ended(self, peer: int, connection: int, notification: tuple[int, int | tuple[int, ...]]) -> None:
         """Process a peer's notification of an end.
 
         Args:
@@ -81,11 +80,11 @@ class Autograd:
                 over, ids of messages that the peer does not need any more)).
         """
         context_id, what = notification
+        first, *rest = what if isinstance(what, tuple) else (what,)
         if context_id != PLAIN:
-            requests, *lost = what if isinstance(what, tuple) else (what,)
-            self.contexts.on_ended(peer, context_id, requests, connection, *lost)
+            self.contexts.on_ended(peer, context_id, first, connection, *rest)
             return
-        min_live, *messages = what
+        min_live, messages = first, rest
         self.plain.release(messages)
         self.passes.on_finished(self.plain, peer, min_live)
 

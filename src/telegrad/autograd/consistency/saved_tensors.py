@@ -18,9 +18,9 @@ context has no additional cost.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 from torch.autograd.graph import increment_version
@@ -51,6 +51,10 @@ MODIFIED: Final = (
     " version {}; expected version {} instead. It was changed by the program itself, not by a telegrad.optim optimizer:"
     " look for an in-place operation, or a local optimizer, on a tensor that a forward pass in a context used."
 )
+
+
+SavedTensorHooks: TypeAlias = tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]
+"""Functions of the program that pack and unpack a saved tensor."""
 
 
 # ---- saved tensors
@@ -228,7 +232,7 @@ def unprotected() -> Iterator[None]:
     """
     pop = torch._C._autograd._pop_saved_tensors_default_hooks
     push = torch._C._autograd._push_saved_tensors_default_hooks
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    top: Callable[[bool], SavedTensorHooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
     removed = []
     while (hooks := top(False)) is not None:
         removed.append(hooks)

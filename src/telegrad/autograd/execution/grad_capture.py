@@ -2,21 +2,23 @@
 
 Only a stage with parameters under DistributedDataParallel runs recv nodes (see `ddp.py`). Another call may reach the
 same node at the same time: a call of another thread, or one that a hook of the program makes. The engine gives each
-call an id, which is visible only to code inside the call. That code is the hook of a leaf, a further root of the call.
-The engine runs the nodes of leaves first (on the CPU, where received tensors reside).
+call an id, which is visible only to code inside the call. That code is the hook of a leaf, the first root of the call.
+
+The engine runs the node of this leaf before all others of its queue. The thread of the call has one queue for CPU and
+`meta` tensors. Each other device has a queue and a thread of its own, so a recv of tensors of such a device could run
+before the hook: it would need a leaf there. Received tensors are on the CPU.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-__all__ = ["EngineCall", "capture", "deliver"]
+__all__ = ["Captured", "EngineCall", "deliver"]
 
 Gradients: TypeAlias = Sequence[Tensor | None]
 Captured: TypeAlias = dict[Node | BackwardCFunction, Gradients | None]
@@ -26,13 +28,13 @@ _active_calls: dict[int, Captured] = {}  # id of an engine call -> gradients of 
 
 
 class EngineCall:
-    """An engine call that captures the gradients of recv nodes.
+    """An engine call that captures the gradients of recv nodes: ``with EngineCall(nodes) as call:``.
 
     Args:
         nodes: The recv nodes that the call runs.
 
     Attributes:
-        leaf: A further root for the call.
+        leaf: A further root for the call, the first one.
         gradient: The gradient of `leaf`.
         captured: Node of a recv -> its gradients; None if it got none.
     """
@@ -40,6 +42,8 @@ class EngineCall:
     __slots__ = ("captured", "gradient", "ids", "leaf")
 
     def __init__(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            node.materialize_grads = False  # type: ignore[attr-defined]  # an undefined gradient stays None
         self.captured: Captured = dict.fromkeys(nodes)
         self.ids: list[int] = []
         with torch.inference_mode(False):
@@ -47,31 +51,18 @@ class EngineCall:
             self.gradient: Tensor = self.leaf.detach()
         self.leaf.register_hook(partial(_register, self.ids, self.captured))  # type: ignore[no-untyped-call]
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self.ids:
+            _active_calls.pop(number, None)
+
 
 def _register(ids: list[int], captured: Captured, _: Tensor) -> None:
     number = _current_call()
     ids.append(number)
     _active_calls[number] = captured
-
-
-@contextmanager
-def capture(nodes: Sequence[Node]) -> Iterator[EngineCall]:
-    """Prepare one engine call that runs these recv nodes.
-
-    Args:
-        nodes: The recv nodes.
-
-    Yields:
-        The call: pass its `leaf` and `gradient` to the engine with the other roots.
-    """
-    for node in nodes:
-        node.materialize_grads = False  # type: ignore[attr-defined]  # an undefined gradient stays None
-    call = EngineCall(nodes)
-    try:
-        yield call
-    finally:
-        for number in call.ids:
-            _active_calls.pop(number, None)
 
 
 def deliver(node: Node | BackwardCFunction, gradients: Gradients) -> bool:

@@ -142,7 +142,11 @@ def accumulate(context: Context | None, leaf: Tensor, grad: Tensor, uniquely_own
     if context is None:
         add_to_grad(leaf, grad)
         return
-    if not (uniquely_owned and _use_count is not None and _use_count(grad) <= 1 and _has_same_layout(leaf, grad)):
+    if grad.layout is torch.strided is leaf.layout:
+        fits = grad.stride() == leaf.stride()
+    else:
+        fits = grad.is_sparse  # other layouts have no strides to compare; torch copies them
+    if not (fits and uniquely_owned and _use_count is not None and _use_count(grad) <= 1):
         grad = _copy(leaf, grad)
     if not getattr(leaf, "_post_accumulate_grad_hooks", None):
         add_to_context(context, leaf, grad)
@@ -207,12 +211,6 @@ def _add(total: Tensor, part: Tensor, in_place: bool) -> Tensor:
     if in_place and total.layout is torch.strided:
         return total.add_(part)
     return total + part
-
-
-def _has_same_layout(leaf: Tensor, grad: Tensor) -> bool:
-    if grad.layout is torch.strided is leaf.layout:
-        return grad.stride() == leaf.stride()
-    return grad.is_sparse  # other layouts have no strides to compare; torch copies them
 
 
 def _copy(leaf: Tensor, grad: Tensor) -> Tensor:

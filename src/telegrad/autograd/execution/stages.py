@@ -19,8 +19,9 @@ pass both refer to the stages, which refer to neither: no reference cycle is lef
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from sys import getrefcount
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -31,7 +32,7 @@ from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.ddp import grads_from_context, has_ddp_param
-from telegrad.autograd.execution.grad_capture import capture
+from telegrad.autograd.execution.grad_capture import Captured, EngineCall
 from telegrad.autograd.execution.leaves import (
     ELEMENT_REFCOUNT,
     VARIABLE_REFCOUNT,
@@ -62,8 +63,8 @@ Label: TypeAlias = tuple[int, ...]
 Roots: TypeAlias = tuple[list["Entry"], list[Tensor]]
 """Roots of an engine call: entries, and a gradient for each."""
 
-Reports: TypeAlias = tuple[list["Received"], list[Tensor | None]]
-"""Recvs, and one gradient for each of their tensors."""
+Reports: TypeAlias = list[tuple["Received", Sequence[Tensor | None]]]
+"""Recvs, each with one gradient for each of its tensors."""
 
 NodeGradients: TypeAlias = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
 """The grad_inputs and grad_outputs of a node, as its hook gets them."""
@@ -86,7 +87,7 @@ class StageRunner:
     """
 
     __slots__ = (
-        *("_all_fit", "_arrived", "_closed", "_context", "_done", "_gradients_in", "_pending", "_roots"),
+        *("_arrived", "_bare_sources", "_closed", "_context", "_done", "_gradients_in", "_pending", "_roots"),
         *("_shared_leaves", "_source_grads", "graph", "retain_graph", "wanted"),
     )
 
@@ -102,7 +103,9 @@ class StageRunner:
         self._roots: Sequence[Entry] = ()  # they keep the graph alive
         self._shared_leaves: SharedLeaves | None = None  # leaves that several disjoint sources reach
         self._done: set[Cell] = set()
-        self._all_fit = True  # gradients of leaves, to these, as far as they have arrived
+        self._bare_sources = (
+            0  # by bit; of leaves without tensor hooks, with gradients that the engine need not convert
+        )
         self._arrived = 0  # sources with gradients, by bit
         self._source_grads: dict[int, Roots] = {}  # disjoint sources: bit of the source -> its gradients
         # Sources that meet: cell (None: the final stage) -> (id of the node, input) -> entry, and [(label, gradient)]
@@ -184,16 +187,12 @@ class StageRunner:
             return waiting or (len(graph.bits) == 1 and bool(self._source_grads))
         return None in self._pending
 
-    def add(self, source: int, grads: Sequence[Tensor | None], place: int = 0) -> int:
-        """Add the gradients of a source, one for each of its edges.
+    def add(self, source: int, grads: Iterable[Tensor | None]) -> None:
+        """Add the gradients of a source.
 
         Args:
             source: Its id.
-            grads: The gradients.
-            place: Index in `grads` of the first gradient of the source.
-
-        Returns:
-            The index after the last gradient of the source.
+            grads: Begins with one for each of its edges; an iterator is then at those of the next source.
 
         Raises:
             UnknownSend: There is no such source, or it has its gradients already.
@@ -207,26 +206,25 @@ class StageRunner:
         if self._arrived >> bit & 1:
             raise UnknownSend(source, "already received its gradient")
         self._arrived |= 1 << bit
-        if not self.retain_graph:
-            self._context.consume(source)
         outputs: list[Entry] = []
         given: list[Tensor] = []
-        for edge in edges:
-            grad = grads[place]
-            place += 1
-            if edge is not None and grad is not None:
+        is_bare = True
+        for edge, grad in zip(edges, islice(grads, len(edges)), strict=True):
+            if edge is None:
+                continue
+            if not isinstance(edge, Tensor) or getattr(edge, "_backward_hooks", None):
+                is_bare = False
+            elif grad is not None:  # that of a communication hook may be of another shape or type
+                is_bare &= grad.dtype is edge.dtype and grad.layout is edge.layout and grad.shape == edge.shape
+            if grad is not None:
                 outputs.append(edge)
                 given.append(grad)
-                if isinstance(edge, Tensor):  # that of a communication hook may be of another shape or type
-                    self._all_fit &= (
-                        grad.dtype is edge.dtype and grad.layout is edge.layout and grad.shape == edge.shape
-                    )
         if graph.is_disjoint:
             self._source_grads[bit] = outputs, given
+            self._bare_sources |= is_bare << bit
         else:
             for edge, grad in zip(outputs, given, strict=True):
                 self._add_pending(edge, (0, source), grad)
-        return place
 
     def run(self, group: int) -> Reports:
         """Run the stage of a group, or FINAL, and return the gradients of its recvs.
@@ -243,88 +241,95 @@ class StageRunner:
                 " flow from one context into another: detach() the tensor, or fetch it again inside this context."
             )
         if not graph.is_disjoint:
-            stage = graph.stage(group, self._done)
-            self._done.update(stage.cells)
-            outputs, grads = self._take_pending(stage.cells or (None,))
-            if self._gradients_in is self._context and group == FINAL and has_ddp_param(stage.complete_leaves):
-                return self._run_for_ddp(stage, outputs, grads)
-        elif group == FINAL and len(graph.bits) > 1:
+            return self._run_cells(graph, group)
+        if group == FINAL and len(graph.bits) > 1:  # each source is a stage of its own
             if self._shared_leaves is not None:
                 self._shared_leaves.finish()
-            return [], []
-        else:
-            stage = graph.final if group == FINAL else graph.stages[group]
-            outputs, grads = self._source_grads.pop(stage.rank)
+            return []
+        stage = graph.final if group == FINAL else graph.stages[group]
+        outputs, grads = self._source_grads.pop(stage.rank)
+        if self._gradients_in is None:
+            return self._run_accumulating(stage, outputs, grads)
+        if self._bare_sources >> stage.rank & 1:
+            self._accumulate_directly(stage, outputs, grads)
+            return []
+        return self._run_capturing(stage, outputs, grads)
+
+    def _run_cells(self, graph: LocalGraph, group: int) -> Reports:
+        """Run the stage of a group, or FINAL, of sources that meet."""
+        stage = graph.stage(group, self._done)
+        self._done.update(stage.cells)
+        outputs, grads = self._take_pending(stage.cells or (None,))
         if self._gradients_in is None and not stage.cut_edges and not stage.partial_leaves:
             return self._run_accumulating(stage, outputs, grads)
+        if self._gradients_in is self._context and group == FINAL and has_ddp_param(stage.complete_leaves):
+            return self._run_for_ddp(stage, outputs, grads)
+        return self._run_capturing(stage, outputs, grads)
+
+    # ---- one engine call -------------------------------------------------------------------------------------------
+
+    def _run_capturing(self, stage: Stage, outputs: list[Entry], grads: list[Tensor]) -> Reports:
+        """Run a stage with its ends as inputs of the engine, which returns their gradients.
+
+        Empties `grads`, so that only the engine's result refers to a gradient that the engine passes on.
+        """
         inputs: list[Entry] = []
         for received in stage.recvs:
-            node = received.node
             for output in range(received.outputs):
-                inputs.append(GradientEdge(node, output))
-        reported = len(inputs)
-        if not stage.cut_edges and self._all_fit:  # otherwise the engine converts gradients, or refuses them
-            for edge in outputs:
-                if type(edge) is GradientEdge or getattr(edge, "_backward_hooks", None):
-                    break
-            else:  # gradients of leaves need no engine
-                self._accumulate_directly(stage, outputs, grads)
-                return stage.recvs, [None] * reported
+                inputs.append(GradientEdge(received.node, output))
         inputs += stage.complete_leaves
         inputs += stage.partial_leaves
         for node in stage.outer:
             inputs += edges_of_outer(node)
-        wanted = () if self.wanted is None else self.wanted.edges_in(graph, stage)
-        inputs += [edge for _, edge in wanted]
-        if stage.cut_edges:
+        wanted: Mapping[int, GradientEdge] = {}
+        if self.wanted is not None and self.graph is not None:
+            wanted = self.wanted.edges_in(self.graph, stage)
+            inputs += wanted.values()
+        if not outputs or not inputs:  # all gradients are undefined, or none is needed
+            found: tuple[Tensor | None, ...] = (None,) * len(inputs)
+        elif stage.cut_edges:
             found = self._run_with_cut_edges(stage, outputs, grads, inputs)
         else:
-            found = self._engine_call(outputs, grads, inputs, self.retain_graph)
-        del outputs, grads, inputs
-        place = reported
+            found = run_engine(tuple(outputs), tuple(grads), tuple(inputs), self.retain_graph, False)
+        grads.clear()
+        return self._distribute(stage, wanted, iter(found))
+
+    def _distribute(self, stage: Stage, wanted: Iterable[int], found: Iterator[Tensor | None]) -> Reports:
+        """Pass on the gradients of the inputs of an engine call, in their order, and return those of the recvs."""
+        reports: Reports = []
+        for received in stage.recvs:
+            reports.append((received, list(islice(found, received.outputs))))
         for leaf in stage.complete_leaves:
-            grad = found[place]
-            place += 1
+            grad = next(found)
             if grad is not None:
-                uniquely_owned = getrefcount(grad) <= ELEMENT_REFCOUNT  # only `found` and `grad` refer to it
+                uniquely_owned = (
+                    getrefcount(grad) <= ELEMENT_REFCOUNT
+                )  # only the engine's result and `grad` refer to it
                 accumulate(self._gradients_in, leaf, grad, uniquely_owned)
         for leaf in stage.partial_leaves:
-            grad = found[place]
+            grad = next(found)
             if self._shared_leaves is not None:
                 self._shared_leaves.add(leaf, stage.rank, grad)
             elif grad is not None:
-                self._add_pending(leaf, (1, stage.rank, -1, place), grad)
-            place += 1
+                self._add_pending(leaf, (1, stage.rank, -1), grad)
         for node in stage.outer:
-            count = len(edges_of_outer(node))
-            add_outer(self._context, node, found[place : place + count])
-            place += count
-        for number, _ in wanted:
+            add_outer(self._context, node, list(islice(found, len(edges_of_outer(node)))))
+        for number in wanted:
             assert self.wanted is not None
-            self.wanted.add(number, found[place])
-            place += 1
-        return stage.recvs, list(found[:reported])
-
-    # ---- one engine call -------------------------------------------------------------------------------------------
-
-    def _engine_call(
-        self, outputs: list[Entry], grads: list[Tensor], inputs: list[Entry], retain_graph: bool
-    ) -> tuple[Tensor | None, ...]:
-        """Run one call of torch's engine."""
-        if not outputs or not inputs:  # all gradients are undefined, or none is needed
-            return (None,) * len(inputs)
-        return run_engine(tuple(outputs), tuple(grads), tuple(inputs), retain_graph, False)
+            self.wanted.add(number, next(found))
+        return reports
 
     def _run_with_cut_edges(
         self, stage: Stage, outputs: list[Entry], grads: list[Tensor], inputs: list[Entry]
     ) -> tuple[Tensor | None, ...]:
-        """Run the engine call of a stage, and keep the gradients of its cut edges."""
+        """Run the engine, and keep the gradients of a stage's cut edges."""
         seen: dict[Node, NodeGradients] = {}
         nodes = dict.fromkeys(edge.node for edge in stage.cut_edges)
         may_repeat = any(not isinstance(node, _python_function) for node in nodes)
         hooks = [node.register_hook(partial(_record, seen, node)) for node in nodes]
         try:
-            found = self._engine_call(outputs, grads, inputs, self.retain_graph or may_repeat)
+            retain_graph = self.retain_graph or may_repeat
+            found = run_engine(tuple(outputs), tuple(grads), tuple(inputs), retain_graph, False)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -372,7 +377,7 @@ class StageRunner:
     def _run_for_ddp(self, stage: Stage, outputs: list[Entry], grads: list[Tensor]) -> Reports:
         """Run the final stage including AccumulateGrad and recv nodes, for DDP's reducer."""
         nodes = [received.node for received in stage.recvs] + stage.outer
-        with capture(nodes) as call:
+        with EngineCall(nodes) as call:
             if outputs:
                 recvs = [GradientEdge(node, 0) for node in nodes]
                 inputs: list[Entry] = [call.leaf, *stage.complete_leaves, *recvs]
@@ -381,24 +386,18 @@ class StageRunner:
                     run_engine(roots, given, tuple(inputs), self.retain_graph, True)
             for node in stage.outer:
                 add_outer(self._context, node, call.captured[node] or ())
-            tensors: list[Tensor | None] = []
-            for received in stage.recvs:
-                tensors += call.captured[received.node] or (None,) * received.outputs
-            return stage.recvs, tensors
+        return _reports_of(stage, call.captured)
 
     def _run_accumulating(self, stage: Stage, outputs: list[Entry], grads: list[Tensor]) -> Reports:
         """Run a stage like a local backward pass: it adds to `.grad`, with all hooks."""
-        tensors: list[Tensor | None] = []
         if not stage.recvs:
             if outputs:
                 run_engine(tuple(outputs), tuple(grads), (), self.retain_graph, True)
-            return stage.recvs, tensors
-        with capture([received.node for received in stage.recvs]) as call:
+            return []
+        with EngineCall([received.node for received in stage.recvs]) as call:
             if outputs:
                 run_engine((call.leaf, *outputs), (call.gradient, *grads), (), self.retain_graph, True)
-            for received in stage.recvs:
-                tensors += call.captured[received.node] or (None,) * received.outputs
-        return stage.recvs, tensors
+        return _reports_of(stage, call.captured)
 
     def _accumulate_directly(self, stage: Stage, outputs: list[Entry], grads: list[Tensor]) -> None:
         """Accumulate gradients of leaves without the engine.
@@ -434,6 +433,11 @@ class StageRunner:
         if self._shared_leaves is not None:
             for leaf in stage.partial_leaves:
                 self._shared_leaves.add(leaf, stage.rank, partial_grads.get(id(leaf)))
+
+
+def _reports_of(stage: Stage, captured: Captured) -> Reports:
+    """Return the gradients of a stage's recvs from those that an engine call has captured."""
+    return [(received, captured[received.node] or (None,) * received.outputs) for received in stage.recvs]
 
 
 def _record(

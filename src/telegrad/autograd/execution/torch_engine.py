@@ -8,18 +8,37 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge
+
+from telegrad.autograd.context import Entry
 
 __all__ = ["run_engine", "takes_local_call"]
 
-_engine: Any = torch.autograd.graph._engine_run_backward
-_bare_engine: Any = getattr(Variable, "_execution_engine", None)
-_log: Any = getattr(torch.autograd.graph, "log", None)
+
+class RunBackward(Protocol):
+    """Torch's engine, or its wrapper; `run_engine` describes the arguments."""
+
+    def __call__(
+        self,
+        outputs: tuple[Entry, ...],
+        grads: tuple[Tensor, ...],
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: tuple[Entry, ...],
+        /,
+        *,
+        allow_unreachable: bool,
+        accumulate_grad: bool,
+    ) -> tuple[Tensor | None, ...]: ...
+
+
+_run: RunBackward = torch.autograd.graph._engine_run_backward
+_run_bare: RunBackward | None = getattr(getattr(Variable, "_execution_engine", None), "run_backward", None)
+_log: logging.Logger | None = getattr(torch.autograd.graph, "log", None)
 
 
 def _has_devices() -> bool:
@@ -29,7 +48,7 @@ def _has_devices() -> bool:
 
 
 # Torch's wrapper passes the context of this thread to the device threads.
-_can_skip_wrapper = _bare_engine is not None and _log is not None and not _has_devices()
+_can_skip_wrapper = not _has_devices()
 
 
 class _Thread(threading.local):
@@ -46,9 +65,9 @@ def takes_local_call() -> bool:
 
 
 def run_engine(
-    outputs: tuple[GradientEdge | Tensor, ...],
+    outputs: tuple[Entry, ...],
     grads: tuple[Tensor, ...],
-    inputs: tuple[GradientEdge | Tensor, ...],
+    inputs: tuple[Entry, ...],
     retain_graph: bool,
     accumulate: bool,
 ) -> tuple[Tensor | None, ...]:
@@ -67,15 +86,12 @@ def run_engine(
     Returns:
         The gradients of `inputs`; None for what the roots do not lead to.
     """
-    found: tuple[Tensor | None, ...]
-    if _can_skip_wrapper and not _log.isEnabledFor(logging.DEBUG):
-        found = _bare_engine.run_backward(
+    if _can_skip_wrapper and _run_bare is not None and _log is not None and not _log.isEnabledFor(logging.DEBUG):
+        return _run_bare(
             outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=accumulate
         )
-        return found
     _thread.is_local = True
     try:
-        found = _engine(outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=accumulate)
+        return _run(outputs, grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=accumulate)
     finally:
         _thread.is_local = False
-    return found

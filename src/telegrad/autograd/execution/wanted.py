@@ -40,14 +40,14 @@ class Wanted:
         self._entries: list[Entry] = [entry_of(tensor) for tensor in inputs]
         self._gradients: dict[int, Tensor] = {}  # by position; of those that are not leaves
 
-    def edges_in(self, graph: LocalGraph, stage: Stage) -> list[tuple[int, GradientEdge]]:
-        """Return the positions and edges whose node runs in a stage."""
+    def edges_in(self, graph: LocalGraph, stage: Stage) -> dict[int, GradientEdge]:
+        """Return the edges, by position, whose node runs in a stage."""
         cells: Sequence[object] = stage.cells or (None,)
-        return [
-            (number, entry)
+        return {
+            number: entry
             for number, entry in enumerate(self._entries)
             if not isinstance(entry, Tensor) and (graph.is_disjoint or graph.cell_of.get(entry.node) in cells)
-        ]
+        }
 
     def add(self, number: int, gradient: Tensor | None) -> None:
         """Add a gradient of the edge at a position."""

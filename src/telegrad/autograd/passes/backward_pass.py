@@ -6,9 +6,9 @@ protocols/backward.py has the schedule.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeAlias
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -55,9 +55,6 @@ __all__ = ["BackwardPass"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-FastReport: TypeAlias = tuple[int, tuple[Token, ...], tuple[tuple[Token, int], ...], bool, bool]
-"""A `Report` as it travels."""
-
 _GRADIENT = int(TokenKind.GRADIENT)
 
 
@@ -93,7 +90,8 @@ class BackwardPass:
     # Without a schedule:
     _fast_source: int | None = None  # the source with the stage that the fast path has run
     _mode = 0
-    _produced: tuple[tuple[Token, int], ...] = ()  # by this stage, each with the worker that will process it
+    _fast_sends: tuple[int, ...] = ()  # the messages that get gradients from this stage
+    _fast_peer = -1  # their sender
     _finished_fast = False  # at the root: the pass has ended without a schedule
 
     def __init__(
@@ -232,7 +230,8 @@ class BackwardPass:
         schedule = self._schedule
         awaited: list[tuple[Token, int]] = []
         if schedule is None:
-            awaited += () if self._finished_fast else self._produced
+            if not self._finished_fast:
+                awaited += [((_GRADIENT, send), self._fast_peer) for send in self._fast_sends]
         elif schedule.ledger is not None and not self.is_over:
             where = schedule.ledger.where
             awaited += [(token, where.get(token, -1)) for token in schedule.ledger.outstanding]
@@ -246,44 +245,33 @@ class BackwardPass:
         Returns:
             The ids of the messages that get gradients, and the gradients.
         """
-        recvs, tensors = self._stages.run(stage)
         sends: list[int] = []
-        produced: list[tuple[Token, int]] = []
-        for received in recvs:
+        tensors: list[Tensor | None] = []
+        for received, grads in self._stages.run(stage):
             sends.append(received.id)
-            produced.append(((_GRADIENT, received.id), peer))
-        self._produced = tuple(produced)
-        self._fast_source = source
-        return tuple(sends), tensors
+            tensors += grads
+        self._fast_source, self._fast_sends, self._fast_peer = source, tuple(sends), peer
+        return self._fast_sends, tensors
 
     def _finish_fast(self, peer: int, message: WireMessage) -> bool:
         """End the pass if this message is the last, else do nothing and return False."""
         sends: Sequence[int] = ()
         tensors: list[Tensor | None] = []
+        marked = False
         if message[0] == GRADIENTS:
             _, _, marked, sends, tensors, report = message
-            if marked or report is None:
-                return False
         elif message[0] == REPORT:
             report = message[1]
         else:
             return False
-        # The last message reports that all sent gradients have been consumed, that it carries all that were produced,
-        # and that no work is left.
-        event, consumed, produced, blocked, deferred = report
-        if event != 1 or blocked or deferred or len(consumed) != len(self._produced) or len(produced) != len(sends):
+        # It reports that its sender has all gradients, has produced those that it carries, and has no work left.
+        if peer != self._fast_peer or marked or report != _fast_report(self._fast_sends, sends, self._root):
             return False
-        for token, awaited in zip(consumed, self._produced, strict=True):
-            if (token, peer) != awaited:
-                return False
         stages = self._stages
         numbers = stages.open_ends(sends)
         if numbers is None:
             return False
-        place = 0
-        for send in sends:
-            place = stages.add(send, tensors, place)
-        tensors.clear()  # only the stages hold them now
+        self._add_all(sends, tensors)
         for send in sends:
             stages.run(numbers[send])
         stages.close()
@@ -306,16 +294,22 @@ class BackwardPass:
         if not graph.leads_back(sends[0], peer):
             return False
         self._set_mode(mode)
-        stages.add(sends[0], tensors)
-        tensors.clear()
+        self._add_all(sends, tensors)
         back, found = self._run_fast(sends[0], graph.bits[sends[0]] if graph.is_subgraph else FINAL, peer)
         stages.close()
-        report: FastReport = (1, ((_GRADIENT, sends[0]),), self._produced, False, False)
+        report = _fast_report(sends, back, peer)
         if back:
             self._send((peer, (GRADIENTS, self._mode, False, back, found, report)))
         else:
             self._send((peer, (REPORT, report)))
         return True
+
+    def _add_all(self, sends: Sequence[int], tensors: list[Tensor | None]) -> None:
+        """Add the gradients of a message, and empty their list: only the stages hold them then."""
+        grads = iter(tensors)
+        for send in sends:
+            self._stages.add(send, grads)
+        tensors.clear()
 
     def _set_mode(self, mode: int) -> None:
         """Take the mode of the pass from a message."""
@@ -334,7 +328,7 @@ class BackwardPass:
             layout: Callable[[Sequence[int]], Layout] = stages.layout
             if isinstance(stages, StageRunner) and source is not None and source != ROOT:
                 # All has run, and the graph has been released.
-                recvs = tuple([(send, peer) for (_, send), peer in self._produced])
+                recvs = tuple([(send, self._fast_peer) for send in self._fast_sends])
                 layout = partial(_layout_of, Layout({source: 0}, [], recvs))
             schedule = PassSchedule(self._worker.id, self._root, layout, stages.pending)
             if source is not None:
@@ -375,13 +369,9 @@ class BackwardPass:
         if message[0] == GRADIENTS:
             _, mode, marked, sends, tensors, report = message
             if schedule.over is None:
-                stages = self._stages
                 self._set_mode(mode)
-                stages.open(sends=sends)
-                place = 0
-                for send in sends:
-                    place = stages.add(send, tensors, place)
-            tensors.clear()  # only the stages hold them now
+                self._stages.open(sends=sends)
+                self._add_all(sends, tensors)
             return schedule.handle(peer, Gradients(sends, marked, report and Report(*report)))
         return schedule.handle(peer, decode_message(message))
 
@@ -401,12 +391,8 @@ class BackwardPass:
 
     def _run(self, stage: int) -> Sequence[Effect]:
         stages = self._stages
-        recvs, tensors = stages.run(stage)
         self._unsent.clear()
-        place = 0
-        for received in recvs:
-            grads = tensors[place : place + received.outputs]
-            place += received.outputs
+        for received, grads in stages.run(stage):
             if received.peer == self._worker.id:
                 stages.add(received.id, grads)
             else:
@@ -444,6 +430,19 @@ class BackwardPass:
     def _unpack_error(self, why: Reason) -> BaseException:
         """Return the error that `backward` raises."""
         return unpack_error(why, self._worker.id, self._cause, self._name_of, self._incarnation_of, self._gate)
+
+
+def _fast_report(consumed: Iterable[int], produced: Iterable[int], to: int) -> tuple[object, ...]:
+    """Return the only `Report` of a worker on the fast path, as it travels.
+
+    Args:
+        consumed: Messages with gradients that the worker has processed.
+        produced: Messages with gradients that it has sent.
+        to: The worker that will process these.
+    """
+    tokens = zip(repeat(_GRADIENT), produced, strict=False)
+    sent = tuple(zip(tokens, repeat(to), strict=False))
+    return 1, tuple(zip(repeat(_GRADIENT), consumed, strict=False)), sent, False, False
 
 
 def _layout_of(layout: Layout, _: Sequence[int]) -> Layout:

@@ -6,7 +6,7 @@ the fast path need no check.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -45,7 +45,7 @@ class GradientBucket(NamedTuple):
     gradients: list[Tensor | None]
 
 
-Compressed: TypeAlias = tuple[Callable[..., Sequence[Tensor | None]], tuple[Any, ...]]
+Compressed: TypeAlias = tuple[Callable[..., Sequence[Tensor | None]], tuple[object, ...]]
 """A function that returns the gradients at the receiver, and its arguments."""
 
 CommHook: TypeAlias = Callable[[Any, GradientBucket], Compressed | None]
@@ -62,7 +62,7 @@ class CommHooks:
     """
 
     def __init__(self, name_of: Callable[[int], str]) -> None:
-        self.hooks: OrderedDict[int, tuple[Any, CommHook]] = OrderedDict()
+        self.hooks: OrderedDict[int, tuple[object, CommHook]] = OrderedDict()
         self._name_of = name_of
 
     def register(self, state: object, hook: CommHook) -> RemovableHandle:
@@ -104,7 +104,9 @@ def _checked(compressed: object) -> Compressed:
     )
 
 
-def decompress(messages: list[WireMessage], callee_of: Callable[[Any], Any]) -> list[WireMessage]:
+def decompress(
+    messages: list[WireMessage], callee_of: Callable[[bytes | Callable[..., object]], Callable[..., Iterable[object]]]
+) -> list[WireMessage]:
     """Return messages with the gradients that compressed ones stand for.
 
     Args:

@@ -1,6 +1,6 @@
 """Messages of a pass as they travel.
 
-A message of a pass is a plain tuple that begins with its kind, an int. It has ints, bytes, texts and tuples of them;
+A message of a pass is a tuple that begins with its kind, an int. It has ints, bytes, texts and tuples of them;
 `GRADIENTS` also has a list of tensors and None, and the *mode* of the pass as an int.
 """
 

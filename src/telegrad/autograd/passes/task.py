@@ -19,6 +19,7 @@ from telegrad.autograd.passes.backward_pass import BackwardPass
 from telegrad.autograd.passes.profile import NOTHING, PassProfile, receive_range, send_range
 from telegrad.worker import Worker
 from telegrad.worker.calls import tracing
+from telegrad.worker.calls.client import Outcome
 from telegrad.worker.scope import Scope, current
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from telegrad.autograd.ddp import reduced_with
@@ -229,10 +229,12 @@ class PlainStages:
         """Return whether gradients wait for the final stage."""
         return any(subgraph.runner.pending() for subgraph in self._meeting)
 
-    def add(self, source: int, grads: Sequence[Tensor | None], place: int = 0) -> int:
+    def add(self, source: int, grads: Iterable[Tensor | None]) -> None:
         """Add the gradients of a source; see `StageRunner.add`."""
         subgraph = self._subgraph_of.get(source) or self._open_send(source)
-        return subgraph.runner.add(source, grads, place)
+        subgraph.runner.add(source, grads)
+        if not self._retain_graph:
+            self._context.consume(source)
 
     def run(self, group: int) -> Reports:
         """Run the stage of a group, or FINAL; see `StageRunner.run`."""
@@ -242,4 +244,4 @@ class PlainStages:
         for subgraph in self._meeting:
             if subgraph.runner.pending():
                 subgraph.runner.run(FINAL)
-        return [], []
+        return []
