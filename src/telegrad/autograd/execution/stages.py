@@ -209,7 +209,9 @@ class StageRunner:
         outputs: list[Entry] = []
         given: list[Tensor] = []
         is_bare = True
-        for edge, grad in zip(edges, islice(grads, len(edges)), strict=True):
+        remaining = iter(grads)
+        for edge in edges:
+            grad = next(remaining)
             if edge is None:
                 continue
             if not isinstance(edge, Tensor) or getattr(edge, "_backward_hooks", None):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -435,14 +434,16 @@ class BackwardPass:
 def _fast_report(consumed: Iterable[int], produced: Iterable[int], to: int) -> tuple[object, ...]:
     """Return the only `Report` of a worker on the fast path, as it travels.
 
-    Args:
-        consumed: Messages with gradients that the worker has processed.
-        produced: Messages with gradients that it has sent.
-        to: The worker that will process these.
+    The worker has processed the gradients of the messages `consumed`, and has sent those of `produced` to the worker
+    `to`.
     """
-    tokens = zip(repeat(_GRADIENT), produced, strict=False)
-    sent = tuple(zip(tokens, repeat(to), strict=False))
-    return 1, tuple(zip(repeat(_GRADIENT), consumed, strict=False)), sent, False, False
+    processed: list[Token] = []
+    for send in consumed:
+        processed.append((_GRADIENT, send))
+    sent: list[tuple[Token, int]] = []
+    for send in produced:
+        sent.append(((_GRADIENT, send), to))
+    return 1, tuple(processed), tuple(sent), False, False
 
 
 def _layout_of(layout: Layout, _: Sequence[int]) -> Layout:
