@@ -82,7 +82,7 @@ def test_a_nested_call_over_the_same_node_captures_separately() -> None:
 
 
 def test_the_hook_runs_before_recvs_on_the_queue_of_the_thread() -> None:
-    """Tensors on `meta` share it with those on the CPU; a device with a thread of its own has another one."""
+    """Tensors on `meta` share it with those on the CPU."""
     there = torch.rand(3, device="meta", requires_grad=True)
     _, (received,) = record_received(7, 0, [there])
     with EngineCall([received.grad_fn]) as call:

@@ -28,7 +28,9 @@ _active_calls: dict[int, Captured] = {}  # id of an engine call -> gradients of 
 
 
 class EngineCall:
-    """An engine call that captures the gradients of recv nodes: ``with EngineCall(nodes) as call:``.
+    """An engine call that captures the gradients of recv nodes.
+
+    Usage: ``with EngineCall(nodes) as call:``.
 
     Args:
         nodes: The recv nodes that the call runs.

@@ -271,10 +271,7 @@ class StageRunner:
     # ---- one engine call -------------------------------------------------------------------------------------------
 
     def _run_capturing(self, stage: Stage, outputs: list[Entry], grads: list[Tensor]) -> Reports:
-        """Run a stage with its ends as inputs of the engine, which returns their gradients.
-
-        Empties `grads`, so that only the engine's result refers to a gradient that the engine passes on.
-        """
+        """Run a stage with its ends as inputs of the engine: it returns gradients."""
         inputs: list[Entry] = []
         for received in stage.recvs:
             for output in range(received.outputs):
@@ -293,11 +290,11 @@ class StageRunner:
             found = self._run_with_cut_edges(stage, outputs, grads, inputs)
         else:
             found = run_engine(tuple(outputs), tuple(grads), tuple(inputs), self.retain_graph, False)
-        grads.clear()
+        grads.clear()  # only `found` refers to those that the engine has passed on
         return self._distribute(stage, wanted, iter(found))
 
     def _distribute(self, stage: Stage, wanted: Iterable[int], found: Iterator[Tensor | None]) -> Reports:
-        """Pass on the gradients of the inputs of an engine call, in their order, and return those of the recvs."""
+        """Pass on the gradients of an engine call's inputs; return those of recvs."""
         reports: Reports = []
         for received in stage.recvs:
             reports.append((received, list(islice(found, received.outputs))))
@@ -438,7 +435,7 @@ class StageRunner:
 
 
 def _reports_of(stage: Stage, captured: Captured) -> Reports:
-    """Return the gradients of a stage's recvs from those that an engine call has captured."""
+    """Return the gradients of a stage's recvs that an engine call has captured."""
     return [(received, captured[received.node] or (None,) * received.outputs) for received in stage.recvs]
 
 

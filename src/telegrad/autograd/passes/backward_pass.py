@@ -304,11 +304,11 @@ class BackwardPass:
         return True
 
     def _add_all(self, sends: Sequence[int], tensors: list[Tensor | None]) -> None:
-        """Add the gradients of a message, and empty their list: only the stages hold them then."""
+        """Add the gradients of a message, and empty their list."""
         grads = iter(tensors)
         for send in sends:
             self._stages.add(send, grads)
-        tensors.clear()
+        tensors.clear()  # only the stages hold them now
 
     def _set_mode(self, mode: int) -> None:
         """Take the mode of the pass from a message."""
