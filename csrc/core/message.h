@@ -68,6 +68,8 @@ enum class CallState : std::uint8_t {
 constexpr const char* name_of(CallState state) {
   using Text = wire::CallStateText;
   switch (state) {
+    case CallState::kUnknown:
+      return Text::kUnknown;
     case CallState::kWaiting:
       return Text::kWaiting;
     case CallState::kQueued:
@@ -76,8 +78,6 @@ constexpr const char* name_of(CallState state) {
       return Text::kRunning;
     case CallState::kReplied:
       return Text::kReplyLost;
-    case CallState::kUnknown:
-      break;
   }
   return Text::kUnknown;
 }

@@ -140,7 +140,7 @@ UNPACKED: dict[str, dict[str, type[IntEnum]]] = {
     },
     "worker/serving/handlers.py": {"cancel": CancelItemField},
     "autograd/passes/manager.py": {"outcome": CompletionField},
-    "rref/creation.py": {"outcome": CompletionField},
+    "rref/creation.py": {"completion": CompletionField},
 }
 """Tables of the tuples that a module unpacks, by the name of the tuple or of the function."""
 
@@ -202,20 +202,20 @@ def test_constants_of_the_core_come_from_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "header", "enum", "source"),
+    ("table", "header", "enum", "source", "named"),
     [
-        (CallStateText, "message.h", "CallState", "csrc/core/call_table_cancel.cc"),
-        (RequestStateText, "snapshot.h", "State", "csrc/python/snapshot.cc"),
+        (CallStateText, "message.h", "CallState", "csrc/core/message.h", r"switch \(state\) {(.*?)\n  }\n"),
+        (RequestStateText, "snapshot.h", "State", "csrc/python/snapshot.cc", r"kNames\[\] = {(.*?)};"),
     ],
     ids=["calls", "requests"],
 )
-def test_states_have_their_texts(table: Any, header: str, enum: str, source: str) -> None:
+def test_states_have_their_texts(table: Any, header: str, enum: str, source: str, named: str) -> None:
     declared = re.search(
         rf"enum class {enum} : std::uint8_t {{(.*?)}};", (ROOT / "csrc/core" / header).read_text(), re.S
     )
     assert declared is not None
     states = re.findall(r"\bk(\w+)", re.sub("//.*", "", declared[1]))
-    listed = re.search(r"kNames\[\] = {(.*?)};", (ROOT / source).read_text(), re.S)
+    listed = re.search(named, (ROOT / source).read_text(), re.S)
     assert listed is not None
     texts = re.findall(r"Text::k(\w+)", listed[1])
     renamed = {"Replied": "ReplyLost"}  # of a call that has timed out

@@ -16,7 +16,7 @@ __all__ = ["Items", "stream"]
 T = TypeVar("T")
 
 Items: TypeAlias = Iterable[T] | AsyncIterable[T]  # hints of generator functions may say so
-"""Return type of a function whose items can be streamed."""
+"""Return type of a function that produces the items of a stream."""
 
 
 def stream(

@@ -41,7 +41,7 @@ class Wanted:
         self._gradients: dict[int, Tensor] = {}  # by position; of those that are not leaves
 
     def edges_in(self, graph: LocalGraph, stage: Stage) -> dict[int, GradientEdge]:
-        """Return the edges, by position, whose node runs in a stage."""
+        """Return the edges, by position, of nodes that run in a stage."""
         cells: Sequence[object] = stage.cells or (None,)
         return {
             number: entry

@@ -1,4 +1,4 @@
-"""Components of a plain context: sent messages whose graphs share nodes.
+"""Components of a plain context: sent messages with shared nodes.
 
 A pass over a message has to wait for the gradients of the messages that share nodes with it, and of no others. Each
 worker therefore keeps its sent messages in *components*; messages that share a node are in the same one. The graph of a
@@ -38,7 +38,7 @@ _MANY = 100  # messages whose walks would set off the cycle collector several ti
 
 
 class _Component:
-    """Messages whose graphs are connected."""
+    """Messages with connected graphs."""
 
     __slots__ = ("dropped", "is_dissolved", "leaves", "merged_into", "messages")
 
