@@ -153,7 +153,9 @@ def iterate(gate: Gate) -> None:
 WAITS: dict[str, Callable[[Gate], object]] = {
     "rpc_sync": lambda gate: rpc.rpc_sync("w1", enter, (gate,)),
     "wait": lambda gate: rpc.rpc_async("w1", enter, (gate,)).wait(),
+    "then": lambda gate: rpc.rpc_async("w1", enter, (gate,)).then(lambda done: done.value()).wait(),
     "wait_all": lambda gate: rpc.wait_all([rpc.rpc_async("w1", enter, (gate,))]),
+    "wait_all of then": lambda gate: rpc.wait_all([rpc.rpc_async("w1", enter, (gate,)).then(torch.futures.Future.value)]),
     "to_here": lambda gate: rpc.remote("w1", enter, (gate,)).to_here(),
     "backward": run_backward,
     "map": iterate,
@@ -179,6 +181,15 @@ def test_a_wait_for_another_worker(wait: Callable[[Gate], object], transport: st
         assert not gate.is_open(), "the reply has not ended the wait"
         gate.open()
         assert rpc.rpc_sync("w1", abs, (-1,)) == group[1].rpc_sync("w0", abs, (-1,)) == 1
+        for worker in group:
+            assert_quiescent(worker)
+
+
+def test_the_pause_of_a_retry() -> None:
+    retry = rpc.Retry(attempts=2, backoff=2 * TIMEOUT, max_backoff=2 * TIMEOUT, jitter=False, on=(ValueError,))
+    with cluster(2) as group:
+        with interrupted_elsewhere(lambda: None):
+            rpc.rpc_sync("w1", int, ("no number",), retry=retry)
         for worker in group:
             assert_quiescent(worker)
 

@@ -7,6 +7,7 @@ it fails and the program never retrieves the error, the log has a line.
 import asyncio
 import logging
 import operator
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
@@ -17,13 +18,14 @@ import torch
 from telegrad import _core
 from telegrad.errors import Cancelled, NotInitialized, RemoteError
 from telegrad.serialize.tracebacks import clone_exception, drop_frames, strip_own_frames, text_of
+from telegrad.waits import wait_for
 from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls import tracing
 from telegrad.worker.closed import ClosedEngine, WorkerCalls
 from telegrad.worker.scope import current
 from telegrad.worker.unread_failures import CallSummary, Failure, describe_call
 
-__all__ = ["NO_DEVICES", "CallFuture", "Deferred", "awaitable_of", "cancel_if_interrupted", "is_future"]
+__all__ = ["NO_DEVICES", "CallFuture", "Deferred", "awaitable_of", "cancel_if_interrupted", "is_future", "wait_done"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -129,6 +131,7 @@ class CallFuture(torch.futures.Future[T]):
             self._require_parent()
             if self._source is not None:
                 self._source._drive()
+            wait_done(self)
             return
         client = self._calls.client
         try:
@@ -408,6 +411,15 @@ def _wait_in_loop(future: torch.futures.Future[Any]) -> Generator[Any, None, Non
 
     torch._C.Future.add_done_callback(future, finished)
     yield from waiting.__await__()
+
+
+def wait_done(future: torch.futures.Future[Any]) -> None:
+    """Wait until a future is done; an exception of a signal handler ends the wait, unlike torch's own."""
+    if future.done():
+        return
+    done = threading.Event()
+    torch._C.Future.add_done_callback(future, lambda _: done.set())
+    wait_for(done)
 
 
 class _Awaitable(Awaitable[T]):

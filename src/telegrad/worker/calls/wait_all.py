@@ -10,6 +10,7 @@ from torch.futures import Future
 
 from telegrad.errors import NotInitialized
 from telegrad.serialize.tracebacks import strip_own_frames
+from telegrad.waits import wait_for
 from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.future import CallFuture
 
@@ -103,24 +104,27 @@ def _first_failure(futures: list[Future[T]]) -> Future[T] | None:
     """Wait until one future has failed, and return it, or until all have succeeded."""
     if not futures:
         return None
-    decided: Future[Future[T] | None] = Future()
+    decided = threading.Event()
+    failed: Future[T] | None = None
     lock = threading.Lock()
     left = len(futures)
 
     def completed(future: Future[T]) -> None:
-        nonlocal left
-        failed = future if _has_failed(future) else None
+        nonlocal failed, left
+        failure = future if _has_failed(future) else None
         with lock:
             if left <= 0:
                 return  # decided already
-            left = 0 if failed is not None else left - 1
+            failed = failure
+            left = 0 if failure is not None else left - 1
             if left:
                 return
-        decided.set_result(failed)
+        decided.set()
 
     for future in futures:
         _add_done_callback(future, lambda _, future=future: completed(future))
-    return decided.wait()
+    wait_for(decided)
+    return failed
 
 
 def _has_failed(future: Future[T]) -> bool:
