@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from telegrad import rpc
-from telegrad.errors import TelegradError
+from telegrad.errors import TelegradError, WorkerLost
 from telegrad.protocols.membership import incarnation_of
 from telegrad.rpc import Worker, collectives
 from telegrad.rpc.api import _all_gather
 from telegrad.rpc.collectives import LeftWhileGathering, LostWhileGathering, gathering_of
 from telegrad.rpc.gathering import Gathering
-from telegrad.testing import Cluster, cluster, eventually, run_all
+from telegrad.testing import Cluster, cluster, eventually, faults, run_all
 
 TIMEOUT = 20.0  # s
 SOON = 0.2  # s; of waits that are meant to end
@@ -103,6 +103,37 @@ def test_the_leader_notices_the_end_of_an_unconnected_worker() -> None:
         two[1].shutdown(graceful=False)
         found = gather(two, 0, {"w0", "w1"})
     assert isinstance(found, LostWhileGathering)
+
+
+# ---- broken connections
+
+
+CUT = str(faults.Plan([faults.Rule("cut", "w1", "w0", "value", nth=1)]))
+
+
+def break_connection(group: Cluster) -> None:
+    """Break the connection of w0 and w1, and wait until both have noticed."""
+    with pytest.raises(WorkerLost):
+        group[0].rpc_sync("w1", abs, (-1,))
+    for rank in (0, 1):
+        eventually(lambda: 1 - rank in group[rank]._worker.members.lost)  # noqa: B023
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_broken_connection_to_a_live_member_is_no_loss(dynamic: bool) -> None:
+    with cluster(3, rpc.Options(faults=CUT), dynamic=dynamic, check=False) as group:
+        break_connection(group)
+        run_operations(group)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_member_that_cannot_be_reached_again_is_lost(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group's log has not lost it yet."""
+    monkeypatch.setattr(collectives, "_is_member", lambda worker, peer: True)
+    with cluster(2, rpc.Options(faults=CUT), graceful=False, check=False) as group:
+        break_connection(group)
+        group[1 - rank]._worker.close()
+        assert isinstance(gather(group, rank, {"w0", "w1"}), (LostWhileGathering, WorkerLost))
 
 
 # ---- workers that come back
@@ -206,10 +237,10 @@ def test_the_loss_of_a_previous_process_ends_no_operation() -> None:
     ended: dict[str, int] = {"w1": incarnation_of(1, 0)}
     members = SimpleNamespace(lost_processes=lambda: ended, departed_names=lambda: ended.keys())
     worker: Any = SimpleNamespace(members=members)
-    collectives._check_losses(worker, op, {"w0", "w1"}, set())
+    collectives._check_losses(worker, op, {"w0", "w1"}, set(), {})
     ended["w1"] = incarnation_of(2, 0)
     with pytest.raises(LeftWhileGathering, match="w1 left"):
-        collectives._check_losses(worker, op, {"w0", "w1"}, set())
+        collectives._check_losses(worker, op, {"w0", "w1"}, set(), {})
 
 
 # ---- values of operations that have failed

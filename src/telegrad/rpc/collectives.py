@@ -255,7 +255,8 @@ def _wait_for(
     """Wait until all values have arrived.
 
     The leader needs all workers, a follower only the leader. The loss of a needed worker ends the wait. A follower must
-    ignore the loss of another follower, which may have had its reply already.
+    ignore the loss of another follower, which may have had its reply already. A connection to a live member that broke
+    before the wait is no loss: the wait connects again.
 
     Returns:
         False if the operation has to begin again, with a newer process of a worker: the leader says so, and no worker
@@ -263,6 +264,7 @@ def _wait_for(
     """
     members, signal, me = worker.members, state.proceed_signal, worker.info.name
     needed = names if leader == me else {leader}
+    broken = _broken_connections(worker, needed)
     is_connected = False  # without a link, the loss of a worker stays unnoticed
     with members.on_change(signal.set):
         while True:
@@ -276,7 +278,7 @@ def _wait_for(
             replaced = {name for name, old in zip(op.names, op.ordinals, strict=True) if newest[name] > old} & needed
             if state.is_outdated or (replaced and (leader == me or names == {leader})):
                 return False
-            _check_losses(worker, op, needed, replaced)
+            _check_losses(worker, op, needed, replaced, broken)
             if left == 0.0:
                 missing = sorted(names - set(state.gathered_objects)) if leader == me else [leader]
                 raise TelegradError(f"Followers {missing} timed out in _all_gather after {limit.seconds:.2f} seconds.")
@@ -286,15 +288,35 @@ def _wait_for(
             wait_for(signal, left)
 
 
-def _check_losses(worker: Worker, op: OperationId, needed: set[str], replaced: set[str]) -> None:
+def _broken_connections(worker: Worker, names: set[str]) -> dict[int, str]:
+    """Return the losses of live members, by id, which end when the worker connects again."""
+    members = worker.members
+    losses = [(peer, why) for peer, why in list(members.lost.items()) if members.name_of(peer) in names]
+    return {peer: why for peer, why in losses if peer not in members.departed and _is_member(worker, peer)}
+
+
+def _is_member(worker: Worker, peer: int) -> bool:
+    """Return whether the newest known process of a worker is in the group, by the log."""
+    member, membership = worker.members.get(peer), worker.membership
+    return member is not None and membership is not None and membership.log.view.has(peer, member.incarnation)
+
+
+def _check_losses(
+    worker: Worker, op: OperationId, needed: set[str], replaced: set[str], broken: dict[int, str]
+) -> None:
     """Raise an error if the process of a needed worker is gone.
 
-    A loss is of the newest process in the group's log that this worker has read. The id may have a newer one.
+    A loss is of the newest process in the group's log that this worker has read. The id may have a newer one. The
+    losses in `broken` do not count, unless the group loses the member; a failed attempt to connect is another loss.
     """
+    members = worker.members
     processes = dict(zip(op.names, op.ordinals, strict=True))
-    ended = worker.members.lost_processes()
+    ended = members.lost_processes()
+    for peer, why in broken.items():
+        if members.lost.get(peer) is why and _is_member(worker, peer):
+            ended.pop(members.name_of(peer), None)
     lost = {name for name in needed & ended.keys() if ordinal_of(ended[name]) >= processes[name]}
-    left = worker.members.departed_names() & lost
+    left = members.departed_names() & lost
     if left:
         raise LeftWhileGathering(
             f"workers {', '.join(sorted(left))} left before the whole group had gathered; see their errors"
