@@ -419,11 +419,11 @@ class DeviceNotMapped(SerializationError):
 
 
 class ShutdownTimeout(TelegradError):
-    """A graceful shutdown ended before all workers had begun to shut down.
+    """A graceful shutdown ended before all workers had begun to shut down, or before their work was done.
 
     Args:
         timeout: The timeout in seconds.
-        missing: Names of the workers that did not begin to shut down, or did not reply.
+        missing: Names of the workers that did not begin to shut down, or did not reply; empty if only work was left.
         gave_up: The missing workers had begun to shut down, but timed out and left before this worker began.
 
     Example::
@@ -442,8 +442,8 @@ class ShutdownTimeout(TelegradError):
         if gave_up:
             what = f"graceful shutdown failed: other workers timed out and left before ({', '.join(missing)})"
         else:
-            names = f"; still missing: {', '.join(missing)}" if missing else ""
-            what = f"graceful shutdown gave up after {timeout:g} s{names}"
+            names = f"still missing: {', '.join(missing)}" if missing else "calls or requests are still pending"
+            what = f"graceful shutdown gave up after {timeout:g} s; {names}"
         super().__init__(f"{what}. This worker is shut down nevertheless.")
 
 

@@ -15,6 +15,7 @@ from telegrad.errors import NotInitialized, ShutdownTimeout, WorkerLost
 from telegrad.rpc import Options
 from telegrad.testing import Cluster, Gate, cluster, eventually, run_all
 from telegrad.timeouts import SharedDeadline
+from telegrad.worker.membership.shutdown_barrier import GracefulShutdown
 from telegrad.worker.scope import current
 
 SOON = 0.2  # s; of shutdowns that are meant to give up
@@ -238,6 +239,41 @@ def test_a_late_worker_learns_that_others_gave_up() -> None:
         with pytest.raises(ShutdownTimeout, match=r"other workers timed out and left before \(w0, w1\)"):
             w[2].shutdown()
         assert all(worker._worker.closed for worker in w)
+
+
+def test_a_worker_that_leaves_with_pending_work_says_so() -> None:
+    with cluster(2, dynamic=True, graceful=False) as w:
+        gate = Gate()
+        mine, theirs = w[1].rpc_async("w0", gate.enter), w[0].rpc_async("w1", gate.enter)
+        gate.wait_for(2)
+
+        def open_at_end() -> None:
+            eventually(lambda: w[1]._worker.closed)
+            gate.open()
+
+        with pytest.raises(ShutdownTimeout, match=r"gave up after 0\.2 s; calls or requests are still pending\."):
+            run_all([lambda: w[1].shutdown(timeout=SOON), open_at_end])
+        with pytest.raises(NotInitialized, match="was pending when this worker shut down"):
+            mine.wait()
+        with pytest.raises(WorkerLost, match="w1 is lost"):
+            theirs.wait()
+
+
+def test_without_a_timeout_a_worker_waits_for_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+    drain = GracefulShutdown.drain
+
+    def recorded(self: GracefulShutdown, limit: float) -> bool:
+        limits.append(limit)
+        return drain(self, limit)
+
+    monkeypatch.setattr(GracefulShutdown, "drain", recorded)
+    with cluster(2, dynamic=True, graceful=False) as w:
+        gate = Gate()
+        call = w[1].rpc_async("w0", gate.enter, ("done",))
+        gate.wait_for()
+        run_all([w[1].shutdown, gate.open])
+        assert (limits, call.wait()) == ([0], "done")
 
 
 def test_shutdown_from_two_threads_at_once() -> None:

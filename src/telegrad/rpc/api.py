@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
-from telegrad.errors import NotInitialized, RRefError, TelegradError
+from telegrad.errors import NotInitialized, RRefError, ShutdownTimeout, TelegradError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.calls import (
     _thread_local_var,  # noqa: F401  # as in torch's module
@@ -65,7 +65,7 @@ _default_pickler: object = _internal_rpc_pickler
 _agent: Any = None
 _ALL_WORKER_NAMES: set[str] = set()
 
-_LEAVE_TIMEOUT = 60.0  # s to leave a dynamic group where no limit is given
+_LEAVE_RELEASE_TIMEOUT = 10.0  # s to release references while leaving a dynamic group
 _RELEASE_TIMEOUT = timedelta(seconds=100)
 
 # ---- the worker
@@ -270,16 +270,17 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Args:
         graceful: wait until all workers of the group have called this and all their work is done. Lost workers are not
-            waited for. With False, calls of other workers to this one fail.
+            waited for. In a dynamic group, wait only until the calls and requests of this worker are done. With False,
+            calls of other workers to this one fail.
         timeout: limit in seconds for all waits together; 0 and -1 are the worker's option ``shutdown_timeout``, which
             is no limit by default.
 
     Raises:
         TypeError: the timeout is not a number. Nothing is done.
         ValueError: the timeout is NaN, or another negative number. Nothing is done.
-        RuntimeError: this process has not joined (`NotInitialized`); or some workers did not shut down in time
-            (`ShutdownTimeout`; the text names them), and the worker has left all the same; or a handler has called
-            this with ``graceful``, in which case nothing is done.
+        RuntimeError: this process has not joined (`NotInitialized`); or some workers did not shut down, or work
+            did not end, in time (`ShutdownTimeout`; the text says which), and the worker has left all the same; or a
+            handler has called this with ``graceful``, in which case nothing is done.
 
     Example::
 
@@ -356,9 +357,10 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
             _delete_all_user_and_unforked_owner_rrefs(*([timedelta(seconds=left)] if left else []))
             worker.shutdown.run(budget.left(), last=True)
         elif graceful:
-            budget = SharedDeadline(timeout or _LEAVE_TIMEOUT)
-            leave_dynamic(worker, budget)
-            worker.references.release_all(min(budget.left(), 10.0))
+            budget = SharedDeadline(timeout)
+            if not leave_dynamic(worker, budget):
+                raise ShutdownTimeout(timeout)
+            worker.references.release_all(min(budget.left() or _LEAVE_RELEASE_TIMEOUT, _LEAVE_RELEASE_TIMEOUT))
     except KeyboardInterrupt:
         interrupted = True
         raise

@@ -338,8 +338,13 @@ def _ping() -> None:
     """Do nothing; a newcomer connects with a call of this."""
 
 
-def leave_dynamic(worker: Worker, budget: SharedDeadline) -> None:
-    """Leave the group: stop calls to this worker, end pending work, and disconnect."""
+def leave_dynamic(worker: Worker, budget: SharedDeadline) -> bool:
+    """Leave the group: stop calls to this worker, wait for pending work, and have the members disconnect.
+
+    Returns:
+        False if work was still pending after the limit. Then the worker is still connected: its pending calls fail when
+        it closes, with its own error instead of the loss of their callees.
+    """
     service = worker.membership
     assert service is not None
     try:
@@ -351,7 +356,8 @@ def leave_dynamic(worker: Worker, budget: SharedDeadline) -> None:
             "does not reply" if isinstance(e, StoreUnresponsive) else "has gone",
             str(e).partition("\n")[0],
         )
-    worker.shutdown.drain(budget.left())
+    if not worker.shutdown.drain(budget.left()):
+        return False
     gone = threading.Event()
 
     def check() -> None:
@@ -361,4 +367,5 @@ def leave_dynamic(worker: Worker, budget: SharedDeadline) -> None:
     with worker.members.on_change(check):
         service.announce(DRAINED)
         check()
-        wait_for(gone, min(budget.left(), _DISCONNECT_TIMEOUT))
+        wait_for(gone, min(budget.left() or _DISCONNECT_TIMEOUT, _DISCONNECT_TIMEOUT))
+    return True
