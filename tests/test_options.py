@@ -58,6 +58,7 @@ def test_invalid_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) 
         ({"transports": ("pigeon",)}, ValueError, "option transports has to name some of shm, unix, tcp"),
         ({"transports": ()}, ValueError, "option transports"),
         ({"secret": "secret number one", "secret_file": "b"}, ValueError, "not both"),
+        ({"max_objects": 65535}, ValueError, "option max_objects has to be 65536 or more, not 65535"),
         ({"encryption": "on"}, ValueError, "auto or off"),
         ({"tls_cert": "a", "tls_key": "b"}, ValueError, "all of the options tls_cert, tls_key and tls_ca"),
         ({"tls_cert": "a", "tls_key": "b", "tls_ca": "c", "encryption": "off"}, ValueError, "need encryption"),

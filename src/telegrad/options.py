@@ -381,8 +381,8 @@ class Options(RpcBackendOptions):
     )
     max_objects: int = _option(
         32 * _MIB,
-        "how many objects a message to this worker may become (numbers, strings and containers count 1, tensors 16); a"
-        " larger one fails its call with Overloaded",
+        "how many objects a message to this worker may become (numbers, strings and containers count 1, tensors 16),"
+        " 65536 or more; a larger one fails its call with Overloaded",
         env="TELEGRAD_MAX_OBJECTS",
         unit="objects",
     )
@@ -523,11 +523,11 @@ class Options(RpcBackendOptions):
         for row in dataclasses.fields(self):
             if row.name not in _AS_IN_TORCH:
                 _check_value(row, getattr(self, row.name))
-        for name in ("max_header_bytes", "max_message_bytes"):
+        for name in ("max_header_bytes", "max_message_bytes", "max_objects"):
             if getattr(self, name) < _LEAST_LIMIT:
                 raise ValueError(
                     f"option {name} has to be {_LEAST_LIMIT} or more, not {getattr(self, name)!r}: Telegrad's own"
-                    " messages need this size"
+                    " messages, in a large group, need as much"
                 )
         self.transports = _names(self.transports, "transports")
         unknown = set(self.transports) - set(TRANSPORTS)

@@ -155,7 +155,9 @@ WAITS: dict[str, Callable[[Gate], object]] = {
     "wait": lambda gate: rpc.rpc_async("w1", enter, (gate,)).wait(),
     "then": lambda gate: rpc.rpc_async("w1", enter, (gate,)).then(lambda done: done.value()).wait(),
     "wait_all": lambda gate: rpc.wait_all([rpc.rpc_async("w1", enter, (gate,))]),
-    "wait_all of then": lambda gate: rpc.wait_all([rpc.rpc_async("w1", enter, (gate,)).then(torch.futures.Future.value)]),
+    "wait_all of then": lambda gate: rpc.wait_all(
+        [rpc.rpc_async("w1", enter, (gate,)).then(torch.futures.Future.value)]
+    ),
     "to_here": lambda gate: rpc.remote("w1", enter, (gate,)).to_here(),
     "backward": run_backward,
     "map": iterate,

@@ -14,7 +14,7 @@ from process_helpers import Actor, actors, call_many, state
 from raw_peer_helpers import REFUSE, REPLY, REQUEST, WELCOME, RawPeer, frame, member, reachable
 
 from telegrad import autograd, rpc
-from telegrad.errors import Overloaded, RpcTimeout
+from telegrad.errors import Overloaded, RpcTimeout, WorkerLost
 from telegrad.testing import Cluster, Gate, Local, assert_quiescent, cluster, eventually
 from telegrad.wire import LeftOut, Tag
 
@@ -318,6 +318,9 @@ def test_requests_that_wait_for_a_reference() -> None:
 # ---- objects of a message
 
 
+LEAST = 65536  # of the option max_objects
+
+
 def make(count: int) -> list[int]:
     return list(range(count))
 
@@ -325,32 +328,46 @@ def make(count: int) -> list[int]:
 @pytest.mark.parametrize(
     "value",
     [
-        [[] for _ in range(1001)],
-        [1] * 1001,
-        dict.fromkeys(range(501)),
-        {"a": [(str(i),) for i in range(500)]},
-        [torch.empty(0) for _ in range(63)],
+        [[] for _ in range(LEAST + 1)],
+        [1] * (LEAST + 1),
+        dict.fromkeys(range(LEAST // 2 + 1)),
+        {"a": [(str(i),) for i in range(LEAST // 2)]},
+        [torch.empty(0) for _ in range(LEAST // 16 + 1)],
     ],
     ids=["lists", "numbers", "dict", "nested", "tensors"],
 )
 def test_arguments_of_many_objects(value: object) -> None:
-    with cluster(2, rpc.Options(max_objects=1000)) as group:
+    with cluster(2, rpc.Options(max_objects=LEAST)) as group:
         with pytest.raises(Overloaded, match="max_objects") as raised:
             rpc.rpc_sync("w1", type, (value,))
         assert raised.value.limit == "max_objects"
-        assert rpc.rpc_sync("w1", len, (make(980),)) == 980
+        assert rpc.rpc_sync("w1", len, (make(LEAST - 20),)) == LEAST - 20
         assert limit_of(group, 1, "max_objects").refused == 1
-        assert 980 < limit_of(group, 1, "max_objects").used <= 1000
+        assert LEAST - 20 < limit_of(group, 1, "max_objects").used <= LEAST
 
 
 def test_results_of_many_objects() -> None:
-    with cluster(2, rpc.Options(max_objects=1000)) as group:
-        assert len(rpc.rpc_sync("w1", make, (999,))) == 999
+    with cluster(2, rpc.Options(max_objects=LEAST)) as group:
+        assert len(rpc.rpc_sync("w1", make, (LEAST - 1,))) == LEAST - 1
         with pytest.raises(Overloaded, match="max_objects"):
-            rpc.rpc_sync("w1", make, (1001,))
+            rpc.rpc_sync("w1", make, (LEAST + 1,))
         with pytest.raises(Overloaded, match="max_objects"):
-            rpc.rpc_async("w1", make, (1001,)).wait()
+            rpc.rpc_async("w1", make, (LEAST + 1,)).wait()
         assert limit_of(group, 0, "max_objects").refused == 2
+
+
+def test_a_message_that_cannot_be_read_ends_its_session(caplog: pytest.LogCaptureFixture) -> None:
+    """No reply can refuse it."""
+    with cluster(2, rpc.Options(max_objects=LEAST), check=False) as group:
+        assert group.on_each(lambda rank: rpc.rpc_sync(f"w{1 - rank}", abs, (-1,))) == [1, 1]
+        value = group[1].remote("w0", make, (3,))
+        group[0]._worker.send_oneway(1, Tag.REFERENCES, make(LEAST + 1))
+        why = "worker w0 is lost to w1: it sent a message that this worker cannot read: max_objects"
+        eventually(lambda: why in caplog.text and 1 in group[0]._worker.members.lost)
+        assert "internal error" not in caplog.text
+        with pytest.raises(WorkerLost):
+            value.to_here()
+        assert group.on_each(lambda rank: rpc.rpc_sync(f"w{1 - rank}", abs, (-1,))) == [1, 1]
 
 
 # ---- peers, references and contexts
@@ -437,7 +454,7 @@ def test_each_limit_is_shown() -> None:
 @pytest.mark.parametrize("value", [0, 1 << 31, 2.5, True])
 def test_values_of_options(name: str, value: object) -> None:
     if value is True:
-        rpc.Options(**{name: 1})
+        rpc.Options(**{name: LEAST if name == "max_objects" else 1})
         return
     with pytest.raises((TypeError, ValueError), match=name):
         rpc.Options(**{name: value})  # type: ignore[arg-type]

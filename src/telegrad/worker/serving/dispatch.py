@@ -19,6 +19,8 @@ logger: logging.Logger = logging.getLogger("telegrad")
 
 PEER_LOST, PEER_LEFT, LOG, CALLBACK, PEER_BACK, CONNECTED, REPLACED = map(int, EventKind)
 
+_WITH_BODY = frozenset((Tag.REFERENCES, Tag.SHUTDOWN, Tag.CONTEXT_ENDED, Tag.MEMBERSHIP))
+
 
 class Dispatcher:
     """Passes work items that are not requests to the parts of the worker."""
@@ -30,20 +32,39 @@ class Dispatcher:
         """Handle a one-way message."""
         worker = self._worker
         _, _, peer, connection, _, tag, flags, _, body, segments, _ = item
+        if tag not in _WITH_BODY:
+            if tag != Tag.CONNECT:
+                logger.error("worker %s sent a one-way message of unknown tag %d", worker.members.name_of(peer), tag)
+            return
+        try:
+            plain = worker.messages.decode(flags, body, segments, [])
+        except Exception as e:
+            self._end_session(peer, connection, e)
+            return
         if tag == Tag.REFERENCES:
-            worker.references.on_message(peer, connection, worker.messages.decode(flags, body, segments, []))
+            worker.references.on_message(peer, connection, plain)
         elif tag == Tag.SHUTDOWN:
             worker.ready.wait()  # a peer that joined earlier may already shut down
-            stage, plain = worker.messages.decode(flags, body, segments, [])
-            worker.shutdown.on_message(peer, stage, plain)
+            stage, message = plain
+            worker.shutdown.on_message(peer, stage, message)
         elif tag == Tag.CONTEXT_ENDED:
-            worker.autograd.on_ended(peer, connection, worker.messages.decode(flags, body, segments, []))
-        elif tag == Tag.MEMBERSHIP:
-            epoch, phase = worker.messages.decode(flags, body, segments, [])
-            if worker.membership is not None:
-                worker.membership.on_message(peer, epoch, phase)
-        elif tag != Tag.CONNECT:
-            logger.error("worker %s sent a one-way message of unknown tag %d", worker.members.name_of(peer), tag)
+            worker.autograd.on_ended(peer, connection, plain)
+        elif worker.membership is not None:
+            epoch, phase = plain
+            worker.membership.on_message(peer, epoch, phase)
+
+    def _end_session(self, peer: int, connection: int, error: Exception) -> None:
+        """End the session with a peer after a message that cannot be read, and that no reply can refuse.
+
+        Without the message, both could wait for each other. The next call begins another session.
+        """
+        worker = self._worker
+        if not worker.engine.is_open(connection):
+            return
+        member, why = worker.members.get(peer), f"it sent a message that this worker cannot read: {error}"
+        worker.engine.remove_peer(peer, why, worker.members.incarnation_of(peer))
+        if member is not None:
+            worker.add_member(member)
 
     def on_completion(self, item: tuple[Any, ...]) -> None:
         """Process the references and the value of a reply that is not awaited any more."""
