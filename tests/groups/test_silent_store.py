@@ -113,10 +113,12 @@ def test_waits_for_others_end_while_the_store_is_silent() -> None:
         eventually(lambda: store.waiting)  # the thread that renews the lease
         begun = time.monotonic()
         try:
-            with pytest.raises(RpcTimeout, match="wait for worker w5"):
+            with pytest.raises(RpcTimeout, match=r"wait for worker w5; the store .* not reply.* Check the host"):
                 rpc.wait_for_worker("w5", timeout=SOON)
-            with pytest.raises(RpcTimeout, match="wait for the service known"):
+            with pytest.raises(RpcTimeout, match=r"service known; .* has not replied within .* Check the host"):
                 rpc.get_service("known", timeout=SOON)
+            with pytest.raises(StoreUnresponsive, match=r"has not replied within"):
+                rpc.register_service("more", 5, timeout=SOON)
             with pytest.raises(UnknownWorker):
                 rpc.rpc_sync("w5", abs, (-1,))
             assert group[0].rpc_sync("w1", abs, (-1,)) == 1

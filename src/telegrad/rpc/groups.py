@@ -22,6 +22,8 @@ __all__ = ["all_gather", "barrier", "broadcast", "on_join", "on_leave", "on_lost
 
 _POLL = 0.25  # s between two checks of the store for a worker that has not joined
 
+_STORE_REMEDY = "Without the store, a worker learns of no change of the group. Check the host of the store."
+
 
 def membership_of(worker: Worker) -> MembershipService:
     """Return the membership of a worker.
@@ -144,7 +146,7 @@ def wait_for_worker(name: str | int, timeout: float = UNSET_RPC_TIMEOUT) -> Work
         rpc.rpc_sync(server, max, args=(1, 2))
     """
     worker = open_worker()
-    membership_of(worker)
+    service = membership_of(worker)
     limit = seconds_of(worker, timeout)
     changed = threading.Event()
 
@@ -159,14 +161,29 @@ def wait_for_worker(name: str | int, timeout: float = UNSET_RPC_TIMEOUT) -> Work
         return info
 
     with worker.members.on_change(changed.set):
-        found: WorkerInfo = wait_until(
-            find, changed, limit, f"wait for worker {name}", "Check that it is started, with the address of this group."
-        )
+        remedy = "Check that it is started, with the address of this group."
+        what = f"wait for worker {name}"
+        found: WorkerInfo = wait_until(find, changed, limit, what, remedy, lambda: service.outage.reason)
         return found
 
 
-def wait_until(find: Callable[[], Any], changed: threading.Event, limit: float | None, what: str, remedy: str) -> Any:
+def wait_until(
+    find: Callable[[], Any],
+    changed: threading.Event,
+    limit: float | None,
+    what: str,
+    remedy: str,
+    outage: Callable[[], str],
+) -> Any:
     """Call `find` until it returns a value: when the event is set, and periodically.
+
+    Args:
+        find: The function.
+        changed: The event.
+        limit: Limit in seconds; None for none.
+        what: Name of the wait.
+        remedy: What the program can do after the limit.
+        outage: Returns why the group's store does not reply; "" if it does.
 
     Raises:
         RpcTimeout: It has returned None for `limit` seconds.
@@ -179,7 +196,8 @@ def wait_until(find: Callable[[], Any], changed: threading.Event, limit: float |
         if found is not None:
             return found
         if limit is not None and is_late:
-            raise RpcTimeout(limit, what, "no answer", remedy)
+            why = outage()
+            raise RpcTimeout(limit, what, why or "no answer", _STORE_REMEDY if why else remedy)
         wait_for(changed, max(min(_POLL, until - time.monotonic()), 0.0))
 
 

@@ -4,14 +4,16 @@ import math
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from telegrad.errors import TelegradError, UnknownWorker, WorkerLost
 from telegrad.group.records import sealed, unsealed
-from telegrad.group.store_waits import Operation, StoreUnresponsive
+from telegrad.group.store_waits import Operation, StoreUnresponsive, within
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rpc.groups import membership_of, seconds_of, wait_until
 from telegrad.rref import RRef
+from telegrad.timeouts import SharedDeadline
 from telegrad.worker import Worker
 from telegrad.worker.default_worker import open_worker
 
@@ -21,7 +23,7 @@ _KEY = "services"
 _LEAST, _MOST = 0.1, 5.0  # s that one read of the store may take
 
 
-def register_service(name: str, value: object) -> None:
+def register_service(name: str, value: object, timeout: float = UNSET_RPC_TIMEOUT) -> None:
     """Make a value available to the group under a name.
 
     The service ends with this worker. A name that this worker has registered gets the new value; references that others
@@ -30,11 +32,13 @@ def register_service(name: str, value: object) -> None:
     Args:
         name: of the service.
         value: a value, which this worker then owns, or an `RRef` to a value of any worker.
+        timeout: limit in seconds; 0 is no limit, -1 the default timeout of calls.
 
     Raises:
         TypeError: the name is no string.
+        TypeError, ValueError: the timeout is not a number.
         RuntimeError: a live worker has registered the name, this process is not in a group (`NotInitialized`), or the
-            store of the group is gone.
+            store of the group is gone, or does not reply in time.
 
     Example::
 
@@ -46,9 +50,9 @@ def register_service(name: str, value: object) -> None:
     worker = open_worker()
     service = membership_of(worker)
     own = sealed([name, worker.info.name, worker.info.id, worker.incarnation], worker.group)
-    store = service.log.store
+    store, budget = service.log.store, SharedDeadline(seconds_of(worker, timeout) or 0.0)
     while True:
-        found = store.get(_key(name))
+        found = within(budget.left(), lambda: store.get(_key(name)))
         if found is not None and found != own:
             _, owner, number, incarnation = unsealed(found, worker.group)
             service.refresh()
@@ -61,7 +65,7 @@ def register_service(name: str, value: object) -> None:
         with ExitStack() as undo:
             undo.callback(_put_back, services, name, services.get(name))
             services[name] = value if isinstance(value, RRef) else RRef(value)  # others may ask for it at once
-            if store.compare_set(_key(name), found, own) == own:
+            if within(budget.left(), partial(store.compare_set, _key(name), found, own)) == own:
                 undo.pop_all()
                 return
 
@@ -100,6 +104,7 @@ def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
     until = math.inf if limit is None else time.monotonic() + limit
     changed = threading.Event()
     gone: list[str] = []
+    silence: list[str] = []
     read: Operation[str | None] | None = None
 
     def find() -> int | None:
@@ -107,8 +112,10 @@ def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
         read = read or Operation(lambda: service.log.store.get(_key(name)))
         try:
             found = read.result(min(max(until - time.monotonic(), _LEAST), _MOST))
-        except StoreUnresponsive:
+        except StoreUnresponsive as e:
+            silence[:] = [str(e)]
             return None  # the next attempt waits for the same read
+        silence.clear()
         read = None
         if found is None:
             return None
@@ -121,8 +128,9 @@ def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
 
     try:
         with worker.members.on_change(changed.set):
+            remedy = "Check that a worker registers it."
             number: int = wait_until(
-                find, changed, limit, f"wait for the service {name}", "Check that a worker registers it."
+                find, changed, limit, f"wait for the service {name}", remedy, lambda: "".join(silence)
             )
     except TimeoutError:
         if gone:

@@ -94,7 +94,7 @@ class MembershipService:
         self._stopped = False
         self._release = True  # the lease, at the end
         self.renewed: float = time.monotonic()  # when the lease was last renewed
-        self._outage = StoreOutage(worker.info.name, log, timing)
+        self.outage: StoreOutage = StoreOutage(worker.info.name, log, timing)
         self._is_member = False
         self._has_left = False
         self._suspects: deque[tuple[int, int, str, bool]] = deque()
@@ -168,7 +168,7 @@ class MembershipService:
         done = threading.Event()
         self._refreshes.append(done)
         self._wake.set()
-        wait_for(done, timeout)
+        self.outage.is_late = not wait_for(done, timeout)
 
     def append(self, change: Change, is_current: Callable[[], bool]) -> None:
         """Write an entry to the log while it is still current.
@@ -213,7 +213,7 @@ class MembershipService:
             try:
                 self._end(change)
             except StoreGone:
-                if not (self._thread.is_alive() and self._outage.connect_again()):
+                if not (self._thread.is_alive() and self.outage.connect_again()):
                     raise
                 self._end(change)
         self._is_member, self._has_left = False, True  # the goodbyes that follow are for this worker
@@ -260,13 +260,13 @@ class MembershipService:
                     reads = False
                 self._reply()
                 if is_due:
-                    self._outage.end()
+                    self.outage.end()
             except FellBehind as e:
                 self._worker.fence(str(e))
                 return
             except StoreGone as e:
                 self._end_refreshes()
-                pause = self._outage.reconnect(e)
+                pause = self.outage.reconnect(e)
                 if pause is None:
                     return
                 due = min(due, time.monotonic() + pause)
@@ -274,7 +274,7 @@ class MembershipService:
                 pass
             except RuntimeError as e:  # a timeout of the store
                 if not self._stopped:
-                    self._outage.note_silence(e)
+                    self.outage.note_silence(e)
             except Exception:  # the thread continues: without it, the others would lose this worker
                 logger.exception("internal error in the membership of %s; please report it", self._worker.info.name)
         if self._release:

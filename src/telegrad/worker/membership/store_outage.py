@@ -33,19 +33,25 @@ class StoreOutage:
         self._log = log
         self._timing = timing
         self._gone_since: float | None = None  # when the connection was found lost
-        self._is_silent = False
+        self._silence = ""  # error of the first operation without a reply
+        self.is_late: bool = False  # a thread has waited in vain for the log to be read
+
+    @property
+    def reason(self) -> str:
+        """Why the worker learns of no change of the group; "" if it does."""
+        return self._silence or ("the store of the group does not reply" if self.is_late else "")
 
     def end(self) -> None:
         """Note that the store replies."""
         self._gone_since = None
-        if self._is_silent:
-            self._is_silent = False
+        if self._silence:
+            self._silence = ""
             logger.info("the store of the group of worker %s replies again", self._name)
 
     def note_silence(self, error: RuntimeError) -> None:
         """Note that the store does not reply, which is logged once."""
-        if not self._is_silent:
-            self._is_silent = True
+        if not self._silence:
+            self._silence = str(error)
             logger.warning(
                 "worker %s gets no reply from the store of its group: %s. Until it does, it renews no lease and learns"
                 " of no change of the group. Calls go on. Check the host of the store.",
