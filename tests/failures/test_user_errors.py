@@ -255,9 +255,11 @@ def _late(store: Any, wrong: Callable[[], Worker], right: Callable[[], Worker]) 
         (2, 2, ValueError, r"worker a has rank 2, but ranks go from 0 to 1"),
         (-1, 2, ValueError, "rank parameter missing"),
         (40_000, 50_000, TypeError, "16 bits"),
+        (None, 2, TypeError, "the rank of worker a has to be a whole number, not None; it may be left out"),
+        (0, "2", TypeError, "the world_size of worker a has to be a whole number, not '2'"),
     ],
 )
-def test_invalid_rank(store: Any, rank: int, world_size: int, error: type[Exception], text: str) -> None:
+def test_invalid_rank(store: Any, rank: Any, world_size: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         Worker("a", rank, world_size, PATIENT, store=store)
     with Worker("a", 0, 1, PATIENT, store=store) as alone:
@@ -265,9 +267,26 @@ def test_invalid_rank(store: Any, rank: int, world_size: int, error: type[Except
         alone.shutdown()
 
 
+@pytest.mark.parametrize("join", [rpc.init_rpc, Worker])
+@pytest.mark.parametrize(
+    ("name", "rank", "text"),
+    [("a", 5, "worker a has rank 5, but ranks go from 0 to 1"), ("a b", 1, "Worker name must match")],
+)
+def test_an_invalid_name_or_rank_is_refused_before_the_store_is_there(
+    join: Any, name: str, rank: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object) -> None:
+        pytest.fail("waits for the store")
+
+    monkeypatch.setattr("telegrad.group.stores.meet", unreachable)
+    options = Options(init_method="tcp://127.0.0.1:1")
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        join(name, rank=rank, world_size=2, **{"options" if join is Worker else "rpc_backend_options": options})
+
+
 @pytest.mark.parametrize("name", ["", "a b", "x" * 128, "é", "a/b", None])
 def test_invalid_name(store: Any, name: Any) -> None:
-    with pytest.raises((RuntimeError, TypeError), match=r"Worker name must match|incompatible constructor"):
+    with pytest.raises((RuntimeError, TypeError), match=r"Worker name must match|has to be a string"):
         Worker(name, 0, 1, PATIENT, store=store)
 
 

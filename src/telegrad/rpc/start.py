@@ -28,7 +28,7 @@ from telegrad.worker import Worker, lifecycle_log
 from telegrad.worker.autograd_hooks import WorkerPlugins
 from telegrad.worker.membership import joining
 
-__all__ = ["init_rpc", "is_available", "join", "start_agent"]
+__all__ = ["check_identity", "init_rpc", "is_available", "join", "start_agent"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -96,9 +96,7 @@ def init_rpc(
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
-    given: object = name
-    if not isinstance(given, str):
-        raise _NotAName(f"the name of a worker has to be a string, such as 'worker0', not {given!r}")
+    check_identity(name, rank, world_size)
     if backend is None:
         backend = _infer_backend(rpc_backend_options)
     as_torch = isinstance(rpc_backend_options, TensorPipeRpcBackendOptions)
@@ -106,6 +104,7 @@ def init_rpc(
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
     if not (as_torch or drop_in[0]) and store is None and rank < 0 and world_size is None:
         rank, world_size = stores.ranks_of_launcher(as_options(rpc_backend_options))
+        check_identity(name, rank, world_size)
     options = rpc_backend_options
 
     def begin(part: Part, rank: int, world_size: int | None) -> None:
@@ -116,6 +115,25 @@ def init_rpc(
         return
     with prefix_of(store, f"store {id(store)}", world_size, rank) as prefix:
         join_open_part(store, prefix, begin, rank, world_size)
+
+
+def check_identity(name: str, rank: int, world_size: int | None) -> None:
+    """Check the name and the numbers of a worker, before it waits for the store.
+
+    Raises:
+        RuntimeError: The name has another form.
+        TypeError: The name is not a string, or a number is not a whole number.
+        ValueError: The rank is not in the group.
+    """
+    given: object = name
+    if not isinstance(given, str):
+        raise _NotAName(f"the name of a worker has to be a string, such as 'worker0', not {given!r}")
+    for what, number in (("rank", rank), ("world_size", 0 if world_size is None else world_size)):
+        if not hasattr(number, "__index__"):
+            raise TypeError(f"the {what} of worker {name} has to be a whole number, not {number!r}; it may be left out")
+    WorkerInfo(name, max(rank, 0))
+    if world_size and rank >= world_size:
+        raise ValueError(f"worker {name} has rank {rank}, but ranks go from 0 to {world_size - 1}.")
 
 
 def _infer_backend(options: RpcBackendOptions | None) -> Any:
@@ -171,9 +189,7 @@ def join(
     static = bool(world_size)
     if static and rank < 0:
         raise ValueError(f"rank parameter missing: worker {name} was given a world_size of {world_size} but no rank.")
-    if static and rank >= (world_size or 0):
-        raise ValueError(f"worker {name} has rank {rank}, but ranks go from 0 to {(world_size or 0) - 1}.")
-    WorkerInfo(name, max(rank, 0))  # checks the name first
+    check_identity(name, rank, world_size)  # as the address gives it
     timeout = stores.rendezvous_timeout(options)
     if not static:
         group = rendezvous.agree(store, given_secret(options), False, 0)
