@@ -15,7 +15,6 @@ from telegrad.errors import NotInitialized, ShutdownTimeout, WorkerLost
 from telegrad.rpc import Options
 from telegrad.testing import Cluster, Gate, cluster, eventually, run_all
 from telegrad.timeouts import SharedDeadline
-from telegrad.worker.membership.shutdown_barrier import GracefulShutdown
 from telegrad.worker.scope import current
 
 SOON = 0.2  # s; of shutdowns that are meant to give up
@@ -257,23 +256,6 @@ def test_a_worker_that_leaves_with_pending_work_says_so() -> None:
             mine.wait()
         with pytest.raises(WorkerLost, match="w1 is lost"):
             theirs.wait()
-
-
-def test_without_a_timeout_a_worker_waits_for_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = []
-    drain = GracefulShutdown.drain
-
-    def recorded(self: GracefulShutdown, limit: float) -> bool:
-        limits.append(limit)
-        return drain(self, limit)
-
-    monkeypatch.setattr(GracefulShutdown, "drain", recorded)
-    with cluster(2, dynamic=True, graceful=False) as w:
-        gate = Gate()
-        call = w[1].rpc_async("w0", gate.enter, ("done",))
-        gate.wait_for()
-        run_all([w[1].shutdown, gate.open])
-        assert (limits, call.wait()) == ([0], "done")
 
 
 def test_shutdown_from_two_threads_at_once() -> None:

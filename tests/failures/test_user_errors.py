@@ -409,3 +409,12 @@ def test_failed_init_leaks_nothing(file_store: str) -> None:
     with pytest.raises(TelegradError, match="did not join"):
         rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=Options(init_method=file_store, rpc_timeout=0.2))
     assert_nothing_works()
+
+
+def test_the_shutdown_of_init_rpc_names_that_of_a_worker() -> None:
+    with cluster(1) as w:
+        with w[0], pytest.raises(NotInitialized, match=r"Call the method shutdown\(\) of the telegrad.rpc.Worker w0\."):
+            rpc.shutdown()
+        with pytest.raises(NotInitialized, match="Call the method shutdown"):
+            w[0].rpc_sync("w0", rpc.shutdown)
+        assert not w[0]._worker.closed

@@ -272,6 +272,22 @@ def test_values_of_an_operation_with_a_lost_worker_are_not_kept(four: Cluster) -
     assert gathering_of(four[1]._worker).states == {}
 
 
+def refuse_to_load() -> None:
+    raise ValueError("not here")
+
+
+class Unloadable:
+    def __reduce__(self) -> tuple[object, ...]:
+        return refuse_to_load, ()
+
+
+def test_a_value_that_followers_cannot_take_is_no_timeout() -> None:
+    with cluster(2) as group, group[0]:
+        text = r"Followers \['w1'\] did not take the values\. The first exception is .*not here"
+        with pytest.raises(TelegradError, match=text):
+            rpc.broadcast(Unloadable(), "w0", timeout=TIMEOUT)
+
+
 # ---- workers outside of the set
 
 PAIR = ["w1", "w2"]

@@ -1,4 +1,4 @@
-"""Groups without ranks and world size: the host and the life of their store."""
+"""Groups without ranks and world size: the host and the life of their store, and the end of a member."""
 
 import os
 import socket
@@ -15,6 +15,8 @@ from telegrad import rpc
 from telegrad.errors import UnknownWorker
 from telegrad.group import hosting, rendezvous, stores
 from telegrad.rpc import Options
+from telegrad.testing import Gate, cluster, run_all
+from telegrad.worker.membership.shutdown_barrier import GracefulShutdown
 
 # ---- steps
 
@@ -168,3 +170,23 @@ def test_torchruns_agent_hosts_the_store(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_torchs_own_options_need_a_rank_as_in_torch(where: str) -> None:
     with pytest.raises(ValueError, match="rank parameter missing"):
         rpc.init_rpc("w", rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=where))
+
+
+# ---- leaving
+
+
+def test_without_a_timeout_a_worker_waits_for_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+    drain = GracefulShutdown.drain
+
+    def recorded(self: GracefulShutdown, limit: float) -> bool:
+        limits.append(limit)
+        return drain(self, limit)
+
+    monkeypatch.setattr(GracefulShutdown, "drain", recorded)
+    with cluster(2, dynamic=True, graceful=False) as w:
+        gate = Gate()
+        call = w[1].rpc_async("w0", gate.enter, ("done",))
+        gate.wait_for()
+        run_all([w[1].shutdown, gate.open])
+        assert (limits, call.wait()) == ([0], "done")

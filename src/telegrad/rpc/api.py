@@ -65,6 +65,10 @@ _default_pickler: object = _internal_rpc_pickler
 _agent: Any = None
 _ALL_WORKER_NAMES: set[str] = set()
 
+_NOT_THE_DEFAULT = (
+    "rpc.shutdown() ends the worker of init_rpc, which this process has not called. Call the method shutdown() of the"
+    " telegrad.rpc.Worker {}."
+)
 _LEAVE_RELEASE_TIMEOUT = 10.0  # s to release references while leaving a dynamic group
 _RELEASE_TIMEOUT = timedelta(seconds=100)
 
@@ -291,7 +295,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             rpc.shutdown(timeout=60)
     """
     if not _is_current_rpc_agent_set():
-        raise NotInitialized
+        worker = current_worker()
+        raise NotInitialized if worker is None else NotInitialized(_NOT_THE_DEFAULT.format(worker.info.name))
     agent = _agent
     if isinstance(agent, Agent):
         _refuse_in_handlers(graceful)

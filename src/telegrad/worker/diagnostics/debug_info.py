@@ -99,7 +99,8 @@ class ConnectionInfo:
         state: ``"open"`` or ``"handshake"``.
         where: direction and address.
         lanes: number of additional TCP connections.
-        unprocessed: bytes of requests that the peer has not started to process.
+        unprocessed: bytes of requests that the peer has not reported as started. It reports them with its next message,
+            or once they are a share of ``request_window_bytes``; a small request may count until its reply.
         stalled: the peer has not read for a while.
     """
 
@@ -343,7 +344,7 @@ def _connection(connection: ConnectionInfo) -> str:
     lanes = f", {connection.lanes} lanes" if connection.lanes else ""
     stalled = ", the peer does not read" if connection.stalled else ""
     peer = connection.peer or "an unknown worker"
-    unprocessed = f"{connection.unprocessed} bytes not processed by the peer"
+    unprocessed = f"{connection.unprocessed} bytes not reported as started by the peer"
     return f"{peer} {connection.where}: {connection.state}{lanes}, {unprocessed}{stalled}"
 
 
