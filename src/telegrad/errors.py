@@ -419,7 +419,7 @@ class DeviceNotMapped(SerializationError):
 
 
 class ShutdownTimeout(TelegradError):
-    """A graceful shutdown ended before all workers had begun to shut down, or before their work was done.
+    """A graceful shutdown ended before all workers took part, or had done their work.
 
     Args:
         timeout: The timeout in seconds.

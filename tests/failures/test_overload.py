@@ -14,7 +14,7 @@ from process_helpers import Actor, actors, call_many, state
 from raw_peer_helpers import REFUSE, REPLY, REQUEST, WELCOME, RawPeer, frame, member, reachable
 
 from telegrad import autograd, rpc
-from telegrad.errors import Overloaded, RpcTimeout, WorkerLost
+from telegrad.errors import Overloaded, RpcTimeout
 from telegrad.testing import Cluster, Gate, Local, assert_quiescent, cluster, eventually
 from telegrad.wire import LeftOut, Tag
 
@@ -354,20 +354,6 @@ def test_results_of_many_objects() -> None:
         with pytest.raises(Overloaded, match="max_objects"):
             rpc.rpc_async("w1", make, (LEAST + 1,)).wait()
         assert limit_of(group, 0, "max_objects").refused == 2
-
-
-def test_a_message_that_cannot_be_read_ends_its_session(caplog: pytest.LogCaptureFixture) -> None:
-    """No reply can refuse it."""
-    with cluster(2, rpc.Options(max_objects=LEAST), check=False) as group:
-        assert group.on_each(lambda rank: rpc.rpc_sync(f"w{1 - rank}", abs, (-1,))) == [1, 1]
-        value = group[1].remote("w0", make, (3,))
-        group[0]._worker.send_oneway(1, Tag.REFERENCES, make(LEAST + 1))
-        why = "worker w0 is lost to w1: it sent a message that this worker cannot read: max_objects"
-        eventually(lambda: why in caplog.text and 1 in group[0]._worker.members.lost)
-        assert "internal error" not in caplog.text
-        with pytest.raises(WorkerLost):
-            value.to_here()
-        assert group.on_each(lambda rank: rpc.rpc_sync(f"w{1 - rank}", abs, (-1,))) == [1, 1]
 
 
 # ---- peers, references and contexts

@@ -1,4 +1,4 @@
-"""Messages over the receiver's limits fail only their own call."""
+"""Messages over the limits of the receiver: failed calls, and ended sessions."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from telegrad import rpc
 from telegrad.autograd import backward, context, get_gradients
-from telegrad.errors import MessageTooLarge, RemoteError
+from telegrad.errors import MessageTooLarge, RemoteError, WorkerLost
 from telegrad.rpc import Options, RRef
-from telegrad.testing import Cluster, Gate, assert_quiescent, cluster
+from telegrad.testing import Cluster, Gate, assert_quiescent, cluster, eventually
+from telegrad.wire import Tag
 
 TENSORS = 1 << 20  # max_message_bytes
 HEADER = 1 << 17  # max_header_bytes
@@ -210,3 +211,22 @@ def test_limits_have_a_minimum(size: int) -> None:
     for name in ("max_header_bytes", "max_message_bytes"):
         with pytest.raises(ValueError, match=f"option {name} has to be 65536 or more"):
             Options(**{name: size})
+
+
+# ---- objects of a one-way message
+
+MOST_OBJECTS = 65536  # the least value of the option
+
+
+def test_a_message_that_cannot_be_read_ends_its_session(caplog: pytest.LogCaptureFixture) -> None:
+    """No reply can refuse it."""
+    with cluster(2, Options(max_objects=MOST_OBJECTS), check=False) as group:
+        assert group.on_each(lambda rank: rpc.rpc_sync(f"w{1 - rank}", abs, (-1,))) == [1, 1]
+        value = group[1].remote("w0", max, (1, 2))
+        group[0]._worker.send_oneway(1, Tag.REFERENCES, list(range(MOST_OBJECTS + 1)))
+        why = "worker w0 is lost to w1: it sent a message that this worker cannot read: max_objects"
+        eventually(lambda: why in caplog.text and 1 in group[0]._worker.members.lost)
+        assert "internal error" not in caplog.text
+        with pytest.raises(WorkerLost):
+            value.to_here()
+        assert group.on_each(lambda rank: rpc.rpc_sync(f"w{1 - rank}", abs, (-1,))) == [1, 1]

@@ -1,4 +1,4 @@
-"""Groups without ranks and world size: the host and the life of their store, and the end of a member."""
+"""Groups without ranks and world size: the life of their store, leaving members."""
 
 import os
 import socket

@@ -288,7 +288,7 @@ def _wait_for(
 
 
 def _broken_connections(worker: Worker, names: set[str]) -> dict[int, str]:
-    """Return the losses of live members, by id, which end when the worker connects again."""
+    """Return the losses, by id, of live members: a new connection ends them."""
     members = worker.members
     losses = [(peer, why) for peer, why in list(members.lost.items()) if members.name_of(peer) in names]
     return {peer: why for peer, why in losses if peer not in members.departed and _is_member(worker, peer)}

@@ -173,7 +173,7 @@ def wait_until(
     limit: float | None,
     what: str,
     remedy: str,
-    outage: Callable[[], str],
+    outage: Callable[[], str] = str,
 ) -> Any:
     """Call `find` until it returns a value: when the event is set, and periodically.
 
@@ -183,7 +183,7 @@ def wait_until(
         limit: Limit in seconds; None for none.
         what: Name of the wait.
         remedy: What the program can do after the limit.
-        outage: Returns why the group's store does not reply; "" if it does.
+        outage: Returns why the store of the group does not reply; "" if it does, as by default.
 
     Raises:
         RpcTimeout: It has returned None for `limit` seconds.

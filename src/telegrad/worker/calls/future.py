@@ -414,7 +414,10 @@ def _wait_in_loop(future: torch.futures.Future[Any]) -> Generator[Any, None, Non
 
 
 def wait_done(future: torch.futures.Future[Any]) -> None:
-    """Wait until a future is done; an exception of a signal handler ends the wait, unlike torch's own."""
+    """Wait until a future is done.
+
+    An exception of a signal handler ends the wait, unlike that of torch itself.
+    """
     if future.done():
         return
     done = threading.Event()

@@ -339,7 +339,9 @@ def _ping() -> None:
 
 
 def leave_dynamic(worker: Worker, budget: SharedDeadline) -> bool:
-    """Leave the group: stop calls to this worker, wait for pending work, and have the members disconnect.
+    """Leave the group after all pending work.
+
+    No further calls get to this worker; at the end, the members disconnect.
 
     Returns:
         False if work was still pending after the limit. Then the worker is still connected: its pending calls fail when

@@ -34,7 +34,7 @@ class StoreOutage:
         self._timing = timing
         self._gone_since: float | None = None  # when the connection was found lost
         self._silence = ""  # error of the first operation without a reply
-        self.is_late: bool = False  # a thread has waited in vain for the log to be read
+        self.is_late: bool = False  # a thread has stopped waiting for the log to be read
 
     @property
     def reason(self) -> str:

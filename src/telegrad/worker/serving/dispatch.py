@@ -54,9 +54,10 @@ class Dispatcher:
             worker.membership.on_message(peer, epoch, phase)
 
     def _end_session(self, peer: int, connection: int, error: Exception) -> None:
-        """End the session with a peer after a message that cannot be read, and that no reply can refuse.
+        """End the session with a peer after a one-way message that cannot be read.
 
-        Without the message, both could wait for each other. The next call begins another session.
+        No reply can refuse the message. Without it, both could wait for each other. The next call
+        begins another session.
         """
         worker = self._worker
         if not worker.engine.is_open(connection):
