@@ -14,7 +14,8 @@ from telegrad.serialize.exceptions import pack_exception
 from telegrad.serialize.program_pickler import Carried
 from telegrad.worker import Worker, process_hooks
 from telegrad.worker.calls.callables import callee_of, found, full_name_of, rerun_for_torch_error
-from telegrad.worker.calls.future import CallFuture, awaitable_of
+from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.future_waits import awaitable_of
 from telegrad.worker.calls.interceptors import Find, Given, Shown, Split, around_handlers, carriers
 from telegrad.worker.default_worker import open_worker
 from telegrad.worker.serving.deferred_results import deferred_result, has_deferred_results

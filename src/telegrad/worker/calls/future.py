@@ -6,10 +6,7 @@ it fails and the program never retrieves the error, the log has a line.
 
 import asyncio
 import logging
-import operator
-import threading
-import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeGuard, TypeVar, cast
 
@@ -17,15 +14,14 @@ import torch
 
 from telegrad import _core
 from telegrad.errors import Cancelled, NotInitialized, RemoteError
-from telegrad.serialize.tracebacks import clone_exception, drop_frames, strip_own_frames, text_of
-from telegrad.waits import wait_for
+from telegrad.serialize.tracebacks import clone_exception, strip_own_frames
 from telegrad.worker.blocking import check_blocking
-from telegrad.worker.calls import tracing
+from telegrad.worker.calls.callbacks import bind_scope, is_copy, of_callback
+from telegrad.worker.calls.future_waits import wait_done, wait_in_loop
 from telegrad.worker.closed import ClosedEngine, WorkerCalls
-from telegrad.worker.scope import current
 from telegrad.worker.unread_failures import CallSummary, Failure, describe_call
 
-__all__ = ["NO_DEVICES", "CallFuture", "Deferred", "awaitable_of", "cancel_if_interrupted", "is_future", "wait_done"]
+__all__ = ["NO_DEVICES", "CallFuture", "Deferred", "cancel_if_interrupted", "is_future"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -33,7 +29,6 @@ NO_DEVICES: list[object] = []
 
 T = TypeVar("T")
 S = TypeVar("S")
-A = TypeVar("A")
 
 Deferred: TypeAlias = Coroutine[Any, Any, T] | torch.futures.Future[T]
 """Return type of a handler with a deferred result: an ``async def``, or a function under `async_execution`."""
@@ -217,7 +212,7 @@ class CallFuture(torch.futures.Future[T]):
                 value = callback(done)
             except BaseException as e:
                 failure = self.failure() if self._is_of_handler else None
-                child._fail(_of_callback(e) if failure is None or not _is_copy(e, failure) else failure)
+                child._fail(of_callback(e) if failure is None or not is_copy(e, failure) else failure)
             else:
                 child._succeed(value)
 
@@ -365,7 +360,7 @@ class CallFuture(torch.futures.Future[T]):
         if not self.done():
             self._require_parent()
         try:
-            yield from _wait_in_loop(self)
+            yield from wait_in_loop(self)
         except BaseException:  # the awaiting task was canceled
             self._mark_read()
             self.cancel()
@@ -394,51 +389,6 @@ def _is_cancellation(error: BaseException | None) -> bool:
     return isinstance(error, Cancelled) and not isinstance(error, RemoteError)
 
 
-def _wait_in_loop(future: torch.futures.Future[Any]) -> Generator[Any, None, None]:
-    """Suspend the running task until a future is done."""
-    loop = asyncio.get_running_loop()
-    waiting = loop.create_future()
-
-    def wake(_: object) -> None:
-        if not waiting.done():
-            waiting.set_result(None)
-
-    def finished(done: object) -> None:
-        try:
-            loop.call_soon_threadsafe(wake, done)
-        except RuntimeError:  # the loop has closed: no task awaits this future
-            pass
-
-    torch._C.Future.add_done_callback(future, finished)
-    yield from waiting.__await__()
-
-
-def wait_done(future: torch.futures.Future[Any]) -> None:
-    """Wait until a future is done.
-
-    An exception of a signal handler ends the wait, unlike that of torch itself.
-    """
-    if future.done():
-        return
-    done = threading.Event()
-    torch._C.Future.add_done_callback(future, lambda _: done.set())
-    wait_for(done)
-
-
-class _Awaitable(Awaitable[T]):
-    def __init__(self, future: torch.futures.Future[T]) -> None:
-        self._future = future
-
-    def __await__(self) -> Generator[Any, None, T]:
-        yield from _wait_in_loop(self._future)
-        return self._future.value()
-
-
-def awaitable_of(future: torch.futures.Future[T]) -> Awaitable[T]:
-    """Return an awaitable of any future; futures of torch itself have no ``await``."""
-    return future if isinstance(future, CallFuture) else _Awaitable(future)
-
-
 @contextmanager
 def cancel_if_interrupted(future: CallFuture[Any]) -> Iterator[None]:
     """Cancel the call if this block, which starts and awaits it, ends early."""
@@ -448,60 +398,3 @@ def cancel_if_interrupted(future: CallFuture[Any]) -> Iterator[None]:
     finally:
         if not future.done():
             future.cancel()
-
-
-def bind_scope(callback: Callable[[A], S]) -> Callable[[A], S]:
-    """Bind a callback to the scope of the caller, in whichever thread it runs.
-
-    Calls of the callback end with the same request and use the same worker.
-
-    Raises:
-        TypeError: The callback is not callable; the text is torch's.
-    """
-    if not callable(callback):
-        raise TypeError(f"incompatible function arguments. A callback has to be callable, which {callback!r} is not.")
-    scope = current.get()
-    if scope is None:
-        return callback
-    if tracing.observer.on and (recording := tracing.recording.get()) is not None:
-        callback = tracing.bind_recording(recording, callback)
-
-    def run(done: A) -> S:
-        here = current.get()
-        if here is scope:
-            return callback(done)
-        depth = scope.depth if here is None else max(scope.depth, here.depth)
-        token = current.set(scope._replace(depth=depth, request=False))
-        guard = None if scope.autograd is None else scope.worker.autograd.context_guard(scope.autograd)
-        try:
-            if guard is None:
-                return callback(done)
-            with guard:
-                return callback(done)
-        finally:
-            current.reset(token)
-
-    return run
-
-
-def _is_copy(error: BaseException, failure: BaseException) -> bool:
-    """Return whether an error is a failure that `clone_exception` has copied."""
-    if type(error) is not type(failure) or len(error.args) != len(failure.args):
-        return False
-    return all(map(operator.is_, error.args, failure.args))
-
-
-def _of_callback(error: BaseException) -> RuntimeError:
-    """Return a future's error after its callback raised: a RuntimeError, as in torch.
-
-    The error notes where it was raised but holds no frames: they refer to the future, and the garbage collector does
-    not see the objects of a future.
-    """
-    where = "".join(traceback.format_tb(error.__traceback__)[-2:])
-    drop_frames(error)
-    if not isinstance(error, RuntimeError):
-        cause, kind = error, type(error).__qualname__
-        error = RuntimeError(f"Got the following error when running the callback: {kind}: {text_of(cause)}")
-        error.__cause__ = cause
-    error.add_note(f"in a callback of a future:\n{where}")
-    return error
