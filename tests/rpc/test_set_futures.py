@@ -97,7 +97,7 @@ def test_an_intercepted_call_is_canceled(gate: Gate) -> None:
 @pytest.mark.parametrize("error", [None, ValueError("mine")])
 def test_a_late_reply_logs_nothing(gate: Gate, caplog: pytest.LogCaptureFixture, error: Any) -> None:
     future = entered(gate)
-    future._disregard()
+    future._mark_read()
     if error is None:
         future.set_result("mine")
     else:
