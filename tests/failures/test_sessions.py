@@ -21,6 +21,7 @@ from telegrad.rpc import Options
 from telegrad.rref.creation import PendingCreation
 from telegrad.testing import Cluster, Gate, cluster, eventually
 from telegrad.wire import Loss
+from telegrad.worker.calls.encoded import PLAIN_MESSAGE
 from telegrad.worker.refs.messages import as_plain
 
 TIMEOUT = 20.0
@@ -306,8 +307,8 @@ def test_a_request_about_a_reference_belongs_to_the_session_of_its_ticket(
     encode = worker.messages.encode
 
     def break_and_encode(*arguments: Any) -> Any:
-        target = (*arguments, None, None)[2]  # only of creations
-        if target is not None:
+        _, _, spec = (*arguments, PLAIN_MESSAGE)[:3]
+        if spec.target is not None:  # of a creation
             break_connections(w)
         return encode(*arguments)
 
