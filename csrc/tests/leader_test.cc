@@ -1,4 +1,4 @@
-// The leader: how a wait ends, and who leads then.
+// Waits of callers: what ends one, and which thread is the leader afterwards.
 #include "core/leader.h"
 
 #include <atomic>

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd, rpc
+from telegrad.autograd.passes.backward_pass import BackwardPass
+from telegrad.autograd.passes.messages import GRADIENTS
 from telegrad.errors import WorkerLost
 from telegrad.testing import Cluster, eventually
 from telegrad.wire import Status, Tag
@@ -72,6 +74,21 @@ def pass_succeeds() -> bool:
     except WorkerLost:
         return False
     return True
+
+
+def test_a_message_with_too_few_gradients_names_them(four: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_message = BackwardPass.on_message
+
+    def without_gradients(self: BackwardPass, peer: int, message: Any) -> Any:
+        if message[0] == GRADIENTS:
+            message[4].clear()
+        return on_message(self, peer, message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BackwardPass, "on_message", without_gradients)
+        with pytest.raises(IndexError, match=r"0 gradients are too few for the messages \["):
+            gradient_there_and_back()
+    gradient_there_and_back()
 
 
 @pytest.mark.parametrize("answer", [(1, 2), 7, [5], [()]], ids=["a tuple", "a number", "no message", "an empty one"])

@@ -139,7 +139,7 @@ UNPACKED: dict[str, dict[str, type[IntEnum]]] = {
         "on_event": EventItemField,
     },
     "worker/serving/handlers.py": {"cancel": CancelItemField},
-    "autograd/passes/manager.py": {"outcome": CompletionField},
+    "autograd/passes/manager.py": {"completion": CompletionField},
     "rref/creation.py": {"completion": CompletionField},
 }
 """Tables of the tuples that a module unpacks, by the name of the tuple or of the function."""

@@ -243,7 +243,7 @@ def _send_to_followers(
         left = all(isinstance(error, WorkerLost) and error.left for _, error in errors)
         kind = LeftAfterGathering if left else TelegradError
         is_late = any(isinstance(error, TimeoutError) for _, error in errors)
-        what = f"timed out in _all_gather after {timeout:.2f} seconds" if is_late else "failed or timed out in _all_gather"
+        what = "timed out in _all_gather" + (f" after {timeout:.2f} seconds" if is_late else ", or failed")
         raise kind(f"Followers {[name for name, _ in errors]} {what}. The first exception is {errors[0][1]}")
     return results
 

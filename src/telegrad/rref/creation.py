@@ -11,7 +11,7 @@ from telegrad.serialize.tracebacks import is_interrupt
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
 from telegrad.worker.calls.callables import is_scripted
-from telegrad.worker.calls.client import Outcome
+from telegrad.worker.calls.client import Completion
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.unread_failures import Failure
 
@@ -55,13 +55,13 @@ class PendingCreation:
         self._incomplete_future: CreationFuture | None = None  # until it is completed
         self.is_intercepted: bool = False
 
-    def __call__(self, completion: Outcome) -> None:
+    def __call__(self, completion: Completion) -> None:
         """Process the completion of the call; the pool completes the future."""
         self.on_completion(completion)
         if self._incomplete_future is not None:
             self._worker.pool.submit(self.complete)
 
-    def on_completion(self, completion: Outcome) -> None:
+    def on_completion(self, completion: Completion) -> None:
         """Process the completion of the call, without completing the future."""
         status, tag, flags, *_ = completion
         if status == _REPLIED and tag == _CREATED and not flags & _SLOW_FLAGS:
@@ -189,7 +189,7 @@ class CreationFuture(CallFuture[None]):
         failure = self.creation.failure
         return super()._failed(error) if failure is None else failure
 
-    def __call__(self, completion: Outcome) -> None:
+    def __call__(self, completion: Completion) -> None:
         """Process the completion, in the thread that waits for it."""
         self.creation.on_completion(completion)
         self.creation.complete()

@@ -6,7 +6,7 @@ protocols/backward.py has the schedule.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -25,6 +25,7 @@ from telegrad.autograd.passes.messages import (
     RETAIN,
     decode_message,
     encode_message,
+    fast_report,
 )
 from telegrad.autograd.plain.records import PlainContext
 from telegrad.autograd.plain.stages import PlainStages
@@ -264,7 +265,7 @@ class BackwardPass:
         else:
             return False
         # It reports that its sender has all gradients, has produced those that it carries, and has no work left.
-        if peer != self._fast_peer or marked or report != _fast_report(self._fast_sends, sends, self._root):
+        if peer != self._fast_peer or marked or report != fast_report(self._fast_sends, sends, self._root):
             return False
         stages = self._stages
         numbers = stages.open_ends(sends)
@@ -296,7 +297,7 @@ class BackwardPass:
         self._add_all(sends, tensors)
         back, found = self._run_fast(sends[0], graph.bits[sends[0]] if graph.is_subgraph else FINAL, peer)
         stages.close()
-        report = _fast_report(sends, back, peer)
+        report = fast_report(sends, back, peer)
         if back:
             self._send((peer, (GRADIENTS, self._mode, False, back, found, report)))
         else:
@@ -306,8 +307,11 @@ class BackwardPass:
     def _add_all(self, sends: Sequence[int], tensors: list[Tensor | None]) -> None:
         """Add the gradients of a message, and empty their list."""
         grads = iter(tensors)
-        for send in sends:
-            self._stages.add(send, grads)
+        try:
+            for send in sends:
+                self._stages.add(send, grads)
+        except StopIteration:
+            raise IndexError(f"{len(tensors)} gradients are too few for the messages {list(sends)}") from None
         tensors.clear()  # only the stages hold them now
 
     def _set_mode(self, mode: int) -> None:
@@ -429,21 +433,6 @@ class BackwardPass:
     def _unpack_error(self, why: Reason) -> BaseException:
         """Return the error that `backward` raises."""
         return unpack_error(why, self._worker.id, self._cause, self._name_of, self._incarnation_of, self._gate)
-
-
-def _fast_report(consumed: Iterable[int], produced: Iterable[int], to: int) -> tuple[object, ...]:
-    """Return the only `Report` of a worker on the fast path, as it travels.
-
-    The worker has processed the gradients of the messages `consumed`, and has sent those of `produced` to the worker
-    `to`.
-    """
-    processed: list[Token] = []
-    for send in consumed:
-        processed.append((_GRADIENT, send))
-    sent: list[tuple[Token, int]] = []
-    for send in produced:
-        sent.append(((_GRADIENT, send), to))
-    return 1, tuple(processed), tuple(sent), False, False
 
 
 def _layout_of(layout: Layout, _: Sequence[int]) -> Layout:

@@ -25,7 +25,7 @@ from telegrad.autograd.plain.records import PlainContext
 from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
 from telegrad.wire import Flag, Status, Tag
 from telegrad.worker import Worker
-from telegrad.worker.calls.client import Outcome
+from telegrad.worker.calls.client import Completion
 from telegrad.worker.native import NOT_ENCODABLE, OtherReply
 from telegrad.worker.scope import current, remaining
 from telegrad.worker.serving.request_info import RequestInfo
@@ -129,7 +129,7 @@ class BackwardManager:
             request = task.pending_requests[0]
             reply = None if request.done else await_reply(request.call, until - now)
             if type(reply) is OtherReply:
-                request(cast("Outcome", reply.outcome))
+                request(cast("Completion", reply.outcome))
             elif reply:
                 task.on_messages(request.peer, cast("list[WireMessage]", reply))
             elif reply is None and not request.done and time.monotonic_ns() >= until:
@@ -185,20 +185,20 @@ class BackwardManager:
     def _decompress(self, messages: list[WireMessage]) -> list[WireMessage]:
         return decompress(messages, self.worker.handlers.exposure.callee_of)
 
-    def on_reply(self, task: PassTask, peer: int, outcome: Outcome) -> None:
+    def on_reply(self, task: PassTask, peer: int, completion: Completion) -> None:
         """Process the completion of a request with messages to a peer."""
-        status, *_, why, _ = outcome
+        status, *_, why, _ = completion
         if status == _UNREACHABLE:
             task.peer_unreachable(peer, why or "no connection")
         elif status in _LOST:
             task.peer_lost(peer, why or "no connection")
         elif status not in (_TIMED_OUT, _STOPPED):  # the root checks its deadline
-            self._on_reply(task, peer, outcome)
+            self._on_reply(task, peer, completion)
 
-    def _on_reply(self, task: PassTask, peer: int, outcome: Outcome) -> None:
+    def _on_reply(self, task: PassTask, peer: int, completion: Completion) -> None:
         """Process the reply, or the error of a request that has not been sent."""
         try:
-            _, packed = self.worker.calls.read(outcome, (peer, _GRADIENTS_LABEL, 0), _GRADIENTS, task.on_profile)
+            _, packed = self.worker.calls.read(completion, (peer, _GRADIENTS_LABEL, 0), _GRADIENTS, task.on_profile)
             messages = self._decompress(packed)
         except BaseException as e:
             task.abort(e)

@@ -4,8 +4,21 @@ A message of a pass is a tuple that begins with its kind, an int. It has ints, b
 `GRADIENTS` also has a list of tensors and None, and the *mode* of the pass as an int.
 """
 
+from collections.abc import Iterable
+
 from telegrad.autograd.context import WireMessage
-from telegrad.protocols.backward_messages import Abort, Failed, Finish, Lost, Mark, Marked, Message, Report
+from telegrad.protocols.backward_messages import (
+    Abort,
+    Failed,
+    Finish,
+    Lost,
+    Mark,
+    Marked,
+    Message,
+    Report,
+    Token,
+    TokenKind,
+)
 
 __all__ = [
     "ABORT",
@@ -21,7 +34,10 @@ __all__ = [
     "RETAIN",
     "decode_message",
     "encode_message",
+    "fast_report",
 ]
+
+_GRADIENT = int(TokenKind.GRADIENT)
 
 GRADIENTS, MARK, MARKED, FINISH, REPORT, FAILED, LOST, ABORT = range(8)
 
@@ -62,3 +78,18 @@ def encode_message(message: Message) -> WireMessage:
     if isinstance(message, Lost):
         return LOST, message.peer, message.why
     return (MARKED,) if isinstance(message, Marked) else (FINISH,)
+
+
+def fast_report(consumed: Iterable[int], produced: Iterable[int], to: int) -> tuple[object, ...]:
+    """Return the only `Report` of a worker on the fast path, as it travels.
+
+    The worker has processed the gradients of the messages `consumed`, and has sent those of `produced` to the worker
+    `to`.
+    """
+    processed: list[Token] = []
+    for send in consumed:
+        processed.append((_GRADIENT, send))
+    sent: list[tuple[Token, int]] = []
+    for send in produced:
+        sent.append(((_GRADIENT, send), to))
+    return 1, tuple(processed), tuple(sent), False, False

@@ -19,13 +19,12 @@ from telegrad.autograd.passes.backward_pass import BackwardPass
 from telegrad.autograd.passes.profile import NOTHING, PassProfile, receive_range, send_range
 from telegrad.worker import Worker
 from telegrad.worker.calls import tracing
-from telegrad.worker.calls.client import Outcome
+from telegrad.worker.calls.client import Completion
 from telegrad.worker.scope import Scope, current
 
 if TYPE_CHECKING:
     from telegrad.autograd.context import Context, Entry
     from telegrad.autograd.execution.wanted import Wanted
-    from telegrad.worker.calls.client import Outcome
     from telegrad.worker.calls.tracing import Recording
 
 __all__ = ["PassResult", "PassTask", "PendingRequest"]
@@ -68,7 +67,7 @@ class MessageSender(Protocol):
     def send(self, task: PassTask, peer: int, messages: list[WireMessage], profile: Profile | None) -> None:
         """Send messages of a pass to a peer."""
 
-    def on_reply(self, task: PassTask, peer: int, outcome: Outcome) -> None:
+    def on_reply(self, task: PassTask, peer: int, completion: Completion) -> None:
         """Process the completion of such a request."""
 
 
@@ -271,6 +270,6 @@ class PendingRequest:
     peer: int
     task: PassTask
 
-    def __call__(self, outcome: Outcome) -> None:
+    def __call__(self, completion: Completion) -> None:
         self.done = True
-        self.task.manager.on_reply(self.task, self.peer, outcome)
+        self.task.manager.on_reply(self.task, self.peer, completion)

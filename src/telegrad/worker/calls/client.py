@@ -43,7 +43,7 @@ from telegrad.worker.closed import AnyClient, AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state
 from telegrad.worker.unread_failures import CallSummary
 
-__all__ = ["CallForm", "Calls", "Outcome", "complete", "error_of", "not_sent", "too_large"]
+__all__ = ["CallForm", "Calls", "Completion", "complete", "error_of", "not_sent", "too_large"]
 
 _VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
 _REPLIED = int(Status.REPLIED)
@@ -54,7 +54,7 @@ _INTERNAL = int(Flag.INTERNAL)
 # torch.futures.Future.set_result only calls this.
 complete: Callable[[torch.futures.Future[Any], object], None] = torch._C.Future.set_result
 
-Outcome: TypeAlias = tuple[int, int, int, Body, list[Buffer], int, int, str, int]
+Completion: TypeAlias = tuple[int, int, int, Body, list[Buffer], int, int, str, int]
 """Completion of a call, with the fields of `telegrad.wire.CompletionField`."""
 
 
@@ -248,7 +248,7 @@ class Calls:
 
     # ---- completions
 
-    def finish(self, future: CallFuture[object], completion: Outcome) -> None:
+    def finish(self, future: CallFuture[object], completion: Completion) -> None:
         """Complete a future with the completion of its call."""
         try:
             value = self.result(completion, future._request)
@@ -266,7 +266,7 @@ class Calls:
         if is_interrupt(error):  # complete the future first
             raise error
 
-    def result(self, completion: Outcome, call: CallSummary) -> Any:
+    def result(self, completion: Completion, call: CallSummary) -> Any:
         """Return the value of a completed call, or raise its exception.
 
         Args:
@@ -277,7 +277,7 @@ class Calls:
 
     def read(
         self,
-        completion: Outcome,
+        completion: Completion,
         call: CallSummary,
         value_tag: int = _VALUE,
         on_profile: Callable[[Any], None] | None = None,
