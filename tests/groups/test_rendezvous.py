@@ -266,7 +266,8 @@ def test_store_operations_are_linear_in_the_group_size() -> None:
         store = CountingStore()
         with cluster(size, store=store):
             uses[size] = store.uses
-    assert uses[16] - uses[8] == 2 * (uses[8] - uses[4])
+    each = [uses[size] / size for size in uses]
+    assert max(each) < min(each) + 2  # any number of members may be the first to agree
 
 
 def test_a_process_hosts_no_store_of_a_dynamic_group_that_has_ended() -> None:

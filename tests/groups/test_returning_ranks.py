@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -87,7 +88,7 @@ def test_an_ended_group_takes_no_member_back_although_a_process_of_it_lives(
     store, timing = HashStore(), Timing(LIFETIME)
     others = attempts.Attempts(store, "w1", 1, LIFETIME, timing)
     first = attempts.Attempts(store, "w0", 0, LIFETIME, timing).part()
-    group = rendezvous.agree(first, None, True, 2)
+    group = rendezvous.agree(first, None, True, 2).group
     first.set("members", json.dumps({"members": []}))
     for rank in (0, 1):
         first.set(lease_key(rank), sealed_lease(rank, lease_value(5, process, 0, LIFETIME, f"w{rank}"), NO_GROUP))
@@ -105,7 +106,7 @@ def test_a_worker_joins_the_next_group_of_a_store_of_the_program() -> None:
     """The process has joined no group before, so it finds the part of an ended one."""
     store = HashStore()
     ended = Part("rpc_prefix_7", store)
-    group = rendezvous.agree(ended, None, True, 2)
+    group = rendezvous.agree(ended, None, True, 2).group
     assert rendezvous.is_static(ended)
     rendezvous.mark_ended(C10dStore(ended), group, 2, LIFETIME)
     assert not rendezvous.is_static(ended), "a dynamic group may follow"
@@ -131,8 +132,13 @@ def test_a_list_with_an_earlier_process_of_the_rank(monkeypatch: pytest.MonkeyPa
     with cluster(2, options) as group:
         earlier = group.workers.pop()
         earlier.shutdown(graceful=False)
-        read, unread = rendezvous.read_list, [True]
-        monkeypatch.setattr(rendezvous, "read_list", lambda *args: None if unread and unread.pop() else read(*args))
+        agree, unread = rendezvous.agree, [True]
+
+        def agree_without_list(*arguments: Any) -> rendezvous.Agreement:
+            agreed = agree(*arguments)
+            return agreed._replace(members=None) if unread and unread.pop() else agreed
+
+        monkeypatch.setattr(rendezvous, "agree", agree_without_list)
         group.workers.append(Worker("w1", 1, 2, options, store=group.store))
         assert not unread
         again = group[1]._worker

@@ -25,7 +25,7 @@ from telegrad.group.group_store import group_store_of, outlives_groups
 from telegrad.group.lease import read_lease
 from telegrad.group.process_identity import GONE, RUNNING, fate_of, own_process
 from telegrad.group.store_parts import ATTEMPT
-from telegrad.group.store_waits import Part, Store, place_of, wait_for_keys
+from telegrad.group.store_waits import Part, Store, place_of, read_when_written
 from telegrad.protocols.leases import Timing, Watch, process_of
 from telegrad.waits import Wait
 
@@ -158,7 +158,7 @@ class Attempts:
                 time.sleep(min(pause, self._wait.pause()))
                 pause = min(2 * pause, _MAX_PAUSE)
             else:
-                wait_for_keys(
+                read_when_written(
                     self._store, [self._key], Wait(self._waiter, min(_RUN_CHECK, self._wait.pause())), self._awaited
                 )
             self._wait.step(self._awaited)

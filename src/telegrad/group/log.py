@@ -68,6 +68,19 @@ class GroupLog:
                 self.view.found([seat_of(member) for member in founders])
         self._refresh(True, ())
 
+    def found(self, founders: list[Member]) -> None:
+        """Begin as a founder of a static group, and apply what others have written since.
+
+        Args:
+            founders: Members with which the group begins.
+
+        Raises:
+            TelegradError: An entry was not made with the group's secret.
+        """
+        with self._lock:
+            self.view.found([seat_of(member) for member in founders])
+        self._refresh(True, ())
+
     def refresh(self) -> list[Event]:
         """Apply new entries, except those that were not made with the group's secret.
 

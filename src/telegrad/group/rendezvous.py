@@ -20,11 +20,12 @@ from telegrad.errors import TelegradError
 from telegrad.group.group_store import GroupStore
 from telegrad.group.records import Group, Member, member_of, record_of, seat_of
 from telegrad.group.secret import key_of
-from telegrad.group.store_waits import Store, StoreGone, base_of, place_of, wait_for_keys, whole_of, within
+from telegrad.group.store_waits import Store, StoreGone, base_of, find, place_of, read_when_written, whole_of, within
 from telegrad.protocols.membership import GroupView
 from telegrad.waits import Wait
 
 __all__ = [
+    "Agreement",
     "Group",
     "GroupEnded",
     "JoinRefused",
@@ -34,7 +35,7 @@ __all__ = [
     "agree",
     "gather_static",
     "has_list",
-    "read_list",
+    "members_of",
 ]
 
 logger: logging.Logger = logging.getLogger("telegrad")
@@ -78,20 +79,30 @@ class _Agreement(NamedTuple):
     ended: bool = False  # all work of the static group is done, and no member can come back
 
 
-def _first(store: Store, key: str, mine: str) -> str:
-    """Write a key unless it exists, and return its value."""
-    return bytes(store.compare_set(key, "", mine)).decode()
+class Agreement(NamedTuple):
+    """Group that a worker joins, as its store has it."""
+
+    group: Group
+    members: bytes | None  # list of a static group that has begun, see `members_of`
 
 
-def agree(store: Store, secret: bytes | None, static: bool, world_size: int) -> Group:
+def agree(store: Store, secret: bytes | None, static: bool, world_size: int) -> Agreement:
     """Agree with the other members on the group's token, secret and kind.
 
     Raises:
         GroupEnded: The group has shut down.
         JoinRefused: The kind of group or its world size differs.
     """
+    found, members = find(store, [_AGREEMENT, _MEMBERS])
     mine = _Agreement(static, world_size, secrets.token_hex(16), secrets.token_hex(32) if secret is None else "")
-    agreed = _Agreement(**json.loads(_first(store, _AGREEMENT, json.dumps(mine._asdict()))))
+    if found is None:
+        found = store.compare_set(_AGREEMENT, "", json.dumps(mine._asdict()))
+    return Agreement(_group_of(_Agreement(**json.loads(found)), mine, secret), members)
+
+
+def _group_of(agreed: _Agreement, mine: _Agreement, secret: bytes | None) -> Group:
+    """Return the group of an agreement, if a worker with this choice may join it."""
+    static, world_size = mine.static, mine.world_size
     if agreed.static != static:
         raise JoinRefused(STATIC_AND_DYNAMIC)
     if agreed.ended:
@@ -140,18 +151,12 @@ def has_rank_0(store: Store) -> bool:
     return bool(store.check(["rank/0"]))
 
 
-def read_list(store: Store, group: Group) -> list[Member] | None:
-    """Return the members with which a static group began; None before it did.
+def members_of(written: bytes, group: Group) -> list[Member]:
+    """Return the members of a list that rank 0 of a static group has written.
 
     Raises:
         TelegradError: The group failed to begin, or a record was not made with the group's secret.
     """
-    if not store.check([_MEMBERS]):
-        return None
-    return _members_of(store.get(_MEMBERS), group)
-
-
-def _members_of(written: bytes, group: Group) -> list[Member]:
     found = json.loads(written)
     if "failed" in found:
         raise TelegradError(found["failed"])
@@ -192,16 +197,16 @@ def gather_static(store: Store, member: Member, group: Group, world_size: int, w
         written = _collect(store, member, group, world_size, wait)
     else:
         written = _wait_for_list(store, member, world_size, wait)
-    return _members_of(written, group)
+    return members_of(written, group)
 
 
 def _collect(store: Store, member: Member, group: Group, world_size: int, wait: Wait) -> bytes:
     """Write the list of members, or a failure, as rank 0."""
     keys = [f"member/{rank}" for rank in range(world_size)]
     try:
-        if not wait_for_keys(store, keys, wait, lambda: _absent(store, world_size)):
+        found = read_when_written(store, keys, wait, lambda: _absent(store, world_size))
+        if found is None:
             raise _timeout_error(store, member, world_size, wait.timeout)
-        found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         written = [json.loads(each) for each in found]
         failed = next((each for each in written if "failed" in each), None)
         if failed is None:
@@ -241,9 +246,10 @@ def _forget_secret(store: Store, group: Group, world_size: int) -> None:
 
 def _wait_for_list(store: Store, member: Member, world_size: int, wait: Wait) -> bytes:
     """Wait for the list of members, as another rank than 0."""
-    if not wait_for_keys(store, [_MEMBERS], wait, lambda: _absent(store, world_size)):
+    found = read_when_written(store, [_MEMBERS], wait, lambda: _absent(store, world_size))
+    if found is None:
         raise _timeout_error(store, member, world_size, wait.timeout)
-    return bytes(store.get(_MEMBERS))
+    return bytes(found[0])
 
 
 def _timeout_error(store: Store, member: Member, world_size: int, timeout: float) -> TelegradError:

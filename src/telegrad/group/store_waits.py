@@ -21,7 +21,7 @@ __all__ = [
     "base_of",
     "find",
     "place_of",
-    "wait_for_keys",
+    "read_when_written",
     "whole_of",
     "within",
 ]
@@ -183,8 +183,10 @@ def place_of(store: object) -> str:
     return f"{host}:{getattr(base, 'port', 0)}" if host else str(getattr(base, "path", ""))
 
 
-def wait_for_keys(store: Store, keys: list[str], wait: Wait, for_what: Callable[[], tuple[str, str]]) -> bool:
-    """Wait until a store has all of these keys.
+def read_when_written(
+    store: Store, keys: list[str], wait: Wait, for_what: Callable[[], tuple[str, str]]
+) -> list[bytes] | None:
+    """Return the values of keys once a store has all of them; None on timeout.
 
     Args:
         store: The store.
@@ -192,38 +194,43 @@ def wait_for_keys(store: Store, keys: list[str], wait: Wait, for_what: Callable[
         wait: Limit and log lines of the wait.
         for_what: As for `Wait.step`.
 
-    Returns:
-        False on timeout.
-
     Raises:
         StoreGone: The store's host is gone.
     """
-    await_them = _poll if isinstance(base_of(store), _POLLED) else _await
-    while not await_them(store, keys, wait.pause()):
+    read = _poll if isinstance(base_of(store), _POLLED) else _await
+    while (found := read(store, keys, wait.pause())) is None:
         if not wait.left:
-            return False
+            return None
         wait.step(for_what)
-    return True
+    return found
 
 
-def _await(store: Store, keys: list[str], seconds: float) -> bool:
+def _await(store: Store, keys: list[str], seconds: float) -> list[bytes] | None:
     begun = time.monotonic()
+    whole, prefix = whole_of(store)
+    read_within: Callable[[list[str], timedelta], list[bytes]] | None = getattr(whole, "read_within", None)
     try:
+        if read_within is not None:
+            return read_within([prefix + key for key in keys], timedelta(seconds=seconds))
         store.wait(keys, timedelta(seconds=seconds))
     except StoreGone:
         raise
     except RuntimeError:
         if time.monotonic() - begun < seconds / 2:  # the store failed before the timeout
             raise
-        return False
-    return True
+        return None
+    return _read(store, keys)
 
 
-def _poll(store: Store, keys: list[str], seconds: float) -> bool:
+def _poll(store: Store, keys: list[str], seconds: float) -> list[bytes] | None:
     begun = time.monotonic()
     while not store.check(keys):
         passed = time.monotonic() - begun
         if passed >= seconds:
-            return False
+            return None
         time.sleep(min(max(passed / 10, _MIN_PAUSE), _MAX_PAUSE, seconds - passed))
-    return True
+    return _read(store, keys)
+
+
+def _read(store: Store, keys: list[str]) -> list[bytes]:
+    return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]

@@ -448,7 +448,11 @@ class LocalStore(_Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._request(_GET, *(key.encode() for key in keys))
+        return self.read_within(keys, self.timeout)
+
+    def read_within(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
+        """Return the values of keys once all of them are written."""
+        return self._request(_GET, *(key.encode() for key in keys), timeout=timeout)
 
     def has_extended_api(self) -> bool:  # for `multi_get`: a list of members is one message
         return True

@@ -192,7 +192,7 @@ def join(
     check_identity(name, rank, world_size)  # as the address gives it
     timeout = stores.rendezvous_timeout(options)
     if not static:
-        group = rendezvous.agree(store, given_secret(options), False, 0)
+        group = rendezvous.agree(store, given_secret(options), False, 0).group
         device_maps.check({name: own_devices}, False)
         store_at = addresses.store_host(options.init_method, store)
         worker = joining.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
@@ -234,11 +234,11 @@ def _join_static(
     """Join the latest attempt of a static group."""
     store = attempts.part()
     with _failure_marked(store, rank):
-        group = rendezvous.agree(store, given_secret(options), True, world_size)
+        group, written = rendezvous.agree(store, given_secret(options), True, world_size)
     store_at = addresses.store_host(options.init_method, store)
     try:
-        founders = rendezvous.read_list(store, group)
-        if founders is not None:
+        if written is not None:
+            founders = rendezvous.members_of(written, group)
             info = WorkerInfo(name, rank)
             worker = joining.rejoin_static(
                 store, info, group, founders, options, store_at, _LAYERS, tuple(own_devices), attempts.wait(timeout)
@@ -257,7 +257,7 @@ def _join_static(
         if next(each for each in members if each.id == rank).incarnation != member.incarnation:
             raise rendezvous.Outdated
         device_maps.check({member.name: device_maps.Devices._make(member.devices) for member in members}, True)
-        log.load(members)
+        log.found(members)
         for member in members:
             worker.add_member(member)
         worker.shutdown.set_members([member.id for member in members if member.id != rank])
