@@ -44,25 +44,35 @@ def create(
     handle = _register(handle_type, worker, owner, local_id, creation) if owner == worker.info.id else None
     try:
         worker.calls.client.create(owner, function, args, kwargs, timeout, local_id, creation, receiver)
+        if handle is None:
+            handle = _register(handle_type, worker, owner, local_id, creation)
     except BaseException as e:
-        if creation._call:  # the request has left, and a signal handler has raised
-            handle or _register(handle_type, worker, owner, local_id, creation)
-        elif handle is not None:
+        if creation._call and handle is None:
+            # The request has left, and a signal handler has raised. It raises in no thread of the pool.
+            worker.pool.submit(_register_again, handle_type, worker, owner, local_id, creation)
+        elif handle is not None and not creation._call:
             _end_unsent(creation, e)
         raise
-    if handle is None:
-        handle = _register(handle_type, worker, owner, local_id, creation)
     return handle
 
 
 def _register(handle_type: type[H], worker: Worker, owner: int, local_id: int, creation: PendingCreation) -> H:
     """Register a reference and return its handle; its creation may have ended."""
     rref = worker.references.begin_create(owner, local_id, creation)
+    creation.has_handle = True
     handle = handle_type.of(worker, rref, owner)
     handle._creation = creation
     if creation.early_result is not None:
         creation.finish(*creation.early_result)
     return handle
+
+
+def _register_again(handle_type: type[H], worker: Worker, owner: int, local_id: int, creation: PendingCreation) -> None:
+    """Complete a registration that was interrupted at any moment. Its handle, if there is none yet, ends here."""
+    if not creation.has_handle:
+        _register(handle_type, worker, owner, local_id, creation)
+    elif creation.early_result is not None and not creation.ended:
+        creation.finish(*creation.early_result)
 
 
 def _end_unsent(creation: PendingCreation, error: BaseException) -> None:

@@ -38,7 +38,7 @@ class PendingCreation:
 
     __slots__ = (
         "_call", "_calls", "_future", "_incomplete_future", "_is_used", "_request", "_worker",
-        "early_result", "ended", "failure", "is_intercepted", "rref",
+        "early_result", "ended", "failure", "has_handle", "is_intercepted", "rref",
     )  # fmt: skip
 
     def __init__(self, worker: Worker, request: tuple[int, Callable[..., object] | str, int]) -> None:
@@ -49,6 +49,7 @@ class PendingCreation:
         self._calls: Calls = worker.calls
         self._call = 0
         self.ended: bool = False
+        self.has_handle: bool = False  # its end is counted
         self._is_used = False
         self.failure: Failure | None = None
         self._future: CreationFuture | None = None
@@ -62,7 +63,18 @@ class PendingCreation:
             self._worker.pool.submit(self.complete)
 
     def on_completion(self, completion: Completion) -> None:
-        """Process the completion of the call, without completing the future."""
+        """Process the completion of the call, without completing the future.
+
+        A signal handler may raise at any moment. Then a thread of the pool, in which none raises, processes it again.
+        """
+        try:
+            self._process(completion)
+        except BaseException:
+            if not self.ended and self.early_result is None:
+                self._worker.pool.submit(self._process, completion)
+            raise
+
+    def _process(self, completion: Completion) -> None:
         status, tag, flags, *_ = completion
         if status == _REPLIED and tag == _CREATED and not flags & _SLOW_FLAGS:
             if not self._worker.references.finish_creation(self, True):

@@ -13,6 +13,7 @@ from telegrad.worker.refs.owned_value import OwnedValue
 __all__ = ["CreationTarget", "Creations", "Refusal"]
 
 _NOTHING: Sequence[Callable[[], None]] = ()
+_NO_EFFECTS: Sequence[Effect] = ()
 _MAX_REASON = 8 << 10  # characters of an error in a protocol message, which must stay small
 
 
@@ -46,7 +47,7 @@ class Creations:
     worker_id: int
     table: RRefTable
     values: dict[RRefId, OwnedValue]
-    pending_creations: int
+    _pending: set[CreationTarget]
     warning: SizeWarning
     lock: threading.RLock
     dropped: Sequence[tuple[RRefId, int]]
@@ -68,15 +69,26 @@ class Creations:
         self.warning.check(self.table.size())
         return rref
 
+    @property
+    def pending_creations(self) -> int:
+        """Number of creating calls of this worker that have not ended."""
+        return len(self._pending)
+
     def begin_create(self, owner: int, local_id: int, creation: CreationTarget) -> RRefId:
-        """Register a reference to the result of a creating call, which may have been sent."""
+        """Register a reference to the result of a creating call, which may have been sent.
+
+        If a signal handler has raised in the middle, the next call for this creation completes it.
+        """
         rref = RRefId(self.worker_id, local_id)
         with self.lock:
+            again = creation.rref is not None
             creation.rref = rref
             if owner == self.worker_id:
                 self.values[rref] = OwnedValue(self.lock)
-            self.pending_creations += 1
-            effects = self.table.begin_create(rref, owner)
+            if not creation.ended:
+                self._pending.add(creation)
+            is_known = again and self.table.state_of(rref) is not None
+            effects = _NO_EFFECTS if is_known else self.table.begin_create(rref, owner)
             if self.dropped:  # saves a wake-up of the pool for programs that create and release many
                 effects = [*effects, *self._drop_handles()]
             deferred = self._apply(effects)
@@ -99,9 +111,9 @@ class Creations:
             rref = creation.rref
             if rref is None:
                 return False
-            self.pending_creations -= 1
-            creation.ended = True
             deferred = self._apply(self.table.created(rref) if created else ())
+            self._pending.discard(creation)
+            creation.ended = True
         self._run_deferred(deferred)
         return True
 

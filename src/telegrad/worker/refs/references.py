@@ -34,7 +34,7 @@ from telegrad.protocols.rref import (
 from telegrad.waits import SIGNAL_CHECK_INTERVAL
 from telegrad.worker.calls.encoded import NO_FORK
 from telegrad.worker.diagnostics.size_warning import SizeWarning
-from telegrad.worker.refs.creations import Creations, Refusal
+from telegrad.worker.refs.creations import Creations, CreationTarget, Refusal
 from telegrad.worker.refs.messages import as_plain, from_plain
 from telegrad.worker.refs.owned_value import ConfirmationWaiters, OwnedValue, free, split
 
@@ -81,7 +81,7 @@ class References(Creations):
         self._batched = self.table.batched
         self._collect_requested = False  # `collect` was requested after the first batched message
         self.dropped: deque[tuple[RRefId, int]] = deque()
-        self.pending_creations: int = 0
+        self._pending: set[CreationTarget] = set()
         self._has_waiter = False  # a thread waits for the release of all references
         self._failed_here: dict[RRefId, str] = {}  # local creations after the timeout of their callers
         self.closed: bool = False
@@ -372,7 +372,7 @@ class References(Creations):
 
     def _busy(self) -> bool:
         stats = self.table.stats()
-        return bool(stats.pending_users or stats.forks or stats.pins or self.pending_creations)
+        return bool(stats.pending_users or stats.forks or stats.pins or self._pending)
 
     def stats(self) -> RRefStats:
         with self.lock:
