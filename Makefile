@@ -18,6 +18,7 @@ venv: $(READY) ## the development environment, in .venv
 
 build: $(READY) ## compile the core, if csrc changed
 	@tools/build_core.sh $(VENV) $(BUILD)/dev
+	@$(PY) -m compileall -q src/telegrad bench examples tests # tests start many interpreters; some set PYTHONDONTWRITEBYTECODE
 
 demo: build ## trainers in other processes train the ConvNet of a parameter server on handwritten digits
 	$(PY) examples/parameter_server.py $(ARGS)

@@ -70,7 +70,9 @@ def wrapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("wrapped")
-@pytest.mark.parametrize("first", range(0, 120, CHUNK))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(CHUNK, 120, CHUNK))]
+)
 def test_random_programs(first: int) -> None:
     for seed in range(first, first + CHUNK):
         group = agree(seed)

@@ -14,6 +14,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from bench import networks
+from bench.__main__ import choose
 from bench.processes import descendants, end_with_parent
 from bench.row import OURS, TORCH, Family
 from bench.rows.networks import NETWORKS
@@ -28,13 +29,22 @@ def run_module(name: str, *args: str, seconds: float = 550) -> subprocess.Comple
 
 
 @pytest.mark.timeout(600)  # half a minute where nothing else runs
-@pytest.mark.parametrize("competitors", [(OURS,), pytest.param((OURS, TORCH), marks=pytest.mark.slow)])
-def test_a_quick_run_measures_every_quick_row(tmp_path: Path, competitors: tuple[str, ...]) -> None:
-    result = run_module("bench", "--quick", "--competitors", ",".join(competitors), "--out", str(tmp_path))
+@pytest.mark.parametrize(
+    ("only", "competitors"),
+    [
+        (["calls", "startup"], (OURS,)),
+        pytest.param([], (OURS,), marks=pytest.mark.slow),
+        pytest.param([], (OURS, TORCH), marks=pytest.mark.slow),
+    ],
+)
+def test_a_quick_run_measures_every_quick_row(tmp_path: Path, only: list[str], competitors: tuple[str, ...]) -> None:
+    chosen = [choose(family, only, quick=True) for family in FAMILIES]
+    options = [word for text in only for word in ("--only", text)]
+    result = run_module("bench", "--quick", *options, "--competitors", ",".join(competitors), "--out", str(tmp_path))
     assert result.returncode == 0, result.stderr
     written = json.loads((tmp_path / "results.json").read_text())
     rows = {row["row"]: row for row in written["rows"]}
-    assert list(rows) == [row.name for family in FAMILIES for row in family.rows if row.quick]
+    assert list(rows) == [row.name for family in chosen for row in family.rows]
     no_networks = networks.missing()
     for name, row in rows.items():
         assert name in result.stdout

@@ -139,7 +139,7 @@ def test_costs_are_shown_in_their_unit() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("theirs", "status"), [(0.5, 1), (2.0, 0)])
+@pytest.mark.parametrize(("theirs", "status"), [(0.5, 1), pytest.param(2.0, 0, marks=pytest.mark.slow)])
 def test_exit_status_is_1_if_a_competitor_is_ahead(theirs: float, status: int, tmp_path: Path) -> None:
     row = one_row(of(telegrad=[[1.0], [1.1]], torch=[[theirs], [theirs]]), FasterThan(2))
     data = row.as_json() | {"family": "calls", "ahead": []}  # computed again from the figures

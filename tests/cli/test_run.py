@@ -121,8 +121,11 @@ SCRIPT = Path(sysconfig.get_path("scripts"), "telegrad")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "words",
-    [[*OURS, *TORCHRUN], [*AGENT, "--no-python", str(SCRIPT), *OURS[3:]], [*AGENT, "-m", "telegrad", *OURS[3:]]],
-    ids=["around", "command below", "module below"],
+    [
+        pytest.param([*OURS, *TORCHRUN], id="around"),
+        pytest.param([*AGENT, "--no-python", str(SCRIPT), *OURS[3:]], id="command below", marks=pytest.mark.slow),
+        pytest.param([*AGENT, "-m", "telegrad", *OURS[3:]], id="module below", marks=pytest.mark.slow),
+    ],
 )
 def test_torchrun(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
@@ -134,7 +137,7 @@ def test_torchrun(tmp_path: Path, words: list[str]) -> None:
 # ---- the environment for others
 
 
-@pytest.mark.parametrize("before", [None, "/a b"])
+@pytest.mark.parametrize("before", [pytest.param(None, marks=pytest.mark.slow), "/a b"])
 def test_env_is_for_a_shell(programs: Path, before: str | None) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PYTHONPATH": before} if before else {}

@@ -14,7 +14,7 @@ def run(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("start", ["spawn", "fork"])
+@pytest.mark.parametrize("start", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
 def test_typical_program(tmp_path: Path, start: str) -> None:
     done = run("-m", "telegrad", "run", "--drop-in", str(PROGRAMS / "typical.py"), start, str(tmp_path))
     assert done.returncode == 0, done.stderr

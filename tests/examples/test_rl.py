@@ -62,23 +62,35 @@ def test_loss_equals_the_tutorials(policy: ModuleType) -> None:
     torch.testing.assert_close(loss, expected)
 
 
-@pytest.mark.timeout(120)  # ten processes, each of which imports torch
-def test_both_variants_run_and_play_the_same_episodes(tmp_path: Path) -> None:
-    """An observer's actions depend on the seed, not on order or batching of calls."""
-    plain = run_example("--smoke", "--out", str(tmp_path / "plain"))
+def played_without_batches(out: Path) -> list[str]:
+    """Return the rewards of a short run."""
+    plain = run_example("--smoke", "--out", str(out))
     assert plain.returncode == 0, plain.stderr
     assert "Traceback" not in plain.stderr
     assert "lost" not in plain.stderr  # all workers left gracefully
     assert len(rewards(plain.stdout)) == 3
     assert "speed-up" not in plain.stdout
-    assert (tmp_path / "plain" / "cartpole.png").read_bytes().startswith(PNG)
+    assert (out / "cartpole.png").read_bytes().startswith(PNG)
+    return rewards(plain.stdout)
+
+
+@pytest.mark.timeout(120)  # several processes, each of which imports torch
+def test_smoke(tmp_path: Path) -> None:
+    played_without_batches(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_both_variants_play_the_same_episodes(tmp_path: Path) -> None:
+    """An observer's actions depend on the seed, not on order or batching of calls."""
+    plain = played_without_batches(tmp_path / "plain")
 
     limit = ("--max-episodes", "3", "--log-interval", "1", "--compare-episodes", "1")
     batched = run_example("--batched", *limit, "--world-size", "4", "--out", str(tmp_path / "batched"))
     assert batched.returncode == 1, batched.stderr  # it gave up
     assert "Traceback" not in batched.stderr
     assert "lost" not in batched.stderr  # all workers left gracefully
-    assert rewards(batched.stdout) == rewards(plain.stdout)
+    assert rewards(batched.stdout) == plain
     assert re.search(r"speed-up \d+\.\d\d", batched.stdout)
     assert "Not solved" in batched.stdout
     assert (tmp_path / "batched" / "cartpole.png").read_bytes().startswith(PNG)

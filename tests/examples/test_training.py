@@ -18,6 +18,7 @@ for package in ("matplotlib", "rich", "sklearn"):
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py"))
+QUICK = ("language_model", "pipeline")  # the command runs profile_step (tests/cli), a terminal the parameter server
 PNG = b"\x89PNG\r\n\x1a\n"
 
 Program = subprocess.Popen[str]
@@ -98,7 +99,9 @@ def test_fits_on_a_few_screens(name: str) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 160
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def test_smoke(name: str, start: Start, tmp_path: Path) -> None:
     out = output_of_success(start(name, "--smoke"))
     assert "\nReached: " in out
@@ -115,6 +118,7 @@ def test_one_process_per_terminal(start: Start) -> None:
     assert "\nReached: " in output_of_success(server)
 
 
+@pytest.mark.slow
 def test_a_missed_claim_is_reported(start: Start) -> None:
     program = start("batched_parameter_server", "--trainers", "2", "--updates", "1")
     out, err = ending(program)

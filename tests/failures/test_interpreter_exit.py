@@ -45,7 +45,10 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+QUICK = ("call", "stream")
+
+
+@pytest.mark.parametrize("use", [use if use in QUICK else pytest.param(use, marks=pytest.mark.slow) for use in USES])
 def test_a_daemon_thread_in_a_call_prints_nothing(use: str) -> None:
     program = CALLING.replace("{use}", USES[use])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT, check=True)

@@ -82,7 +82,14 @@ def programs(count: int, level: str, does: str) -> Iterator[list[subprocess.Pope
             program.communicate()
 
 
-@pytest.mark.parametrize("does", ["waits", "shuts down", "calls", "fetches", "polls", "is served"])
+STEPS = [
+    "calls",
+    "shuts down",
+    *(pytest.param(does, marks=pytest.mark.slow) for does in ("waits", "fetches", "polls", "is served")),
+]
+
+
+@pytest.mark.parametrize("does", STEPS)
 def test_interrupted_programs_print_their_own_traceback_at_most(does: str) -> None:
     """Ctrl+C at a terminal interrupts all programs."""
     with programs(2, "WARNING", does) as started:

@@ -359,8 +359,11 @@ print("came to its end")
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [("pass", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", -2)],
-    ids=["end", "exit", "interrupt"],
+    [
+        pytest.param("pass", 0, id="end"),
+        pytest.param("sys.exit(3)", 3, id="exit", marks=pytest.mark.slow),
+        pytest.param("raise KeyboardInterrupt", -2, id="interrupt", marks=pytest.mark.slow),
+    ],
 )
 def test_programs_without_shutdown_exit_silently(tmp_path: Path, end: str, code: int) -> None:
     """Complete programs: the interpreter exits with live threads, futures, references."""

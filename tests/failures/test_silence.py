@@ -22,7 +22,7 @@ LIMIT = 3 * INTERVAL
 SLACK = 2.0  # s, on a busy machine
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def four(request: Any, tmp_path: Path) -> Iterator[list[Actor]]:
     options = {"transports": (request.param,), "heartbeat": INTERVAL, "local_heartbeat": INTERVAL, "rpc_timeout": 0}
     with actors(4, tmp_path, handshake_timeout=INTERVAL, connect_timeout=INTERVAL, **options) as group:
@@ -246,7 +246,7 @@ def test_a_worker_with_busy_threads_is_not_lost() -> None:
 # ---- without heartbeats, a stopped process may resume
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def unwatched(request: Any, tmp_path: Path) -> Iterator[list[Actor]]:
     with actors(3, tmp_path, transports=(request.param,), local_heartbeat=0, heartbeat=0, rpc_timeout=0) as group:
         yield group

@@ -73,6 +73,7 @@ def torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
         yield Launcher(tmp_path, stack)
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_in_each_of_two_attempts(torchrun: Launcher) -> None:
     words = (*AGENT, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
     torchrun.start(*words, str(PROGRAMS / "member_program.py"), str(torchrun.folder), "1", "0")
@@ -94,6 +95,7 @@ def test_a_worker_of_the_first_attempt_still_runs(torchrun: Launcher, victim: in
     eventually(survived.exists)
 
 
+@pytest.mark.slow
 def test_two_agents_that_count_differently(torchrun: Launcher) -> None:
     """An agent counts only the restarts that its own workers have caused."""
     where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "job")

@@ -96,7 +96,13 @@ WALLS = {
 
 
 @pytest.mark.parametrize("walls", WALLS.values(), ids=WALLS)
-@pytest.mark.parametrize("name", [*(name for name, program in SMALL.items() if program.workers > 2), "four"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name, program in SMALL.items() if program.workers > 2),
+        pytest.param("four", marks=pytest.mark.slow),
+    ],
+)
 def test_workers_that_cannot_reach_the_root(name: str, walls: tuple[tuple[int, int], ...]) -> None:
     program = CHAIN_OF_FOUR if name == "four" else SMALL[name]
     assert explore(program._replace(walls=walls)) > 3

@@ -68,7 +68,10 @@ def test_many_schedules(run, many: int) -> None:
 
 
 @pytest.mark.parametrize("subgraphs", [False, True], ids=["whole", "in subgraphs"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (program.workers > 2)) for name, program in SMALL.items()],
+)
 def test_every_broken_link_of_a_backward_pass(name: str, subgraphs: bool) -> None:
     program = SMALL[name]._replace(subgraphs=subgraphs, cuts=1)
     if program.workers > 1:

@@ -127,7 +127,7 @@ print("end", flush=True)
 """
 
 
-@pytest.mark.parametrize("before", ["", "yes"])
+@pytest.mark.parametrize("before", [pytest.param("", marks=pytest.mark.slow), "yes"])
 def test_outside_of_the_main_thread_there_are_stacks_only(program: object, before: str) -> None:
     process = program("", before, OUTSIDE)  # type: ignore[operator]
     signaled(process)

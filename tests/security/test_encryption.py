@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,8 @@ def test_references_and_many_calls_at_once() -> None:
 @pytest.mark.parametrize("attack", ["a flipped byte", "a cut record", "a cut in the header"])
 def test_a_changed_byte_ends_the_session_without_data(attack: str) -> None:
     gate = Gate()
-    with cluster(2, ENCRYPTED, graceful=False, check=False) as w, wire(w[0], w[1]) as between:
+    options = replace(ENCRYPTED, heartbeat=0.5)  # what is cut is noticed by its silence
+    with cluster(2, options, graceful=False, check=False) as w, wire(w[0], w[1]) as between:
         assert w[0].rpc_sync("w1", abs, (-1,)) == 1
         pending = w[0].rpc_async("w1", gate.enter, (1,))
         gate.wait_for(1)

@@ -25,7 +25,10 @@ def checked(*command: str, program: str = PROGRAM) -> subprocess.CompletedProces
     )
 
 
-CHECKERS = [pytest.param(("mypy", "--strict"), id="mypy"), pytest.param(("basedpyright",), id="pyright")]
+CHECKERS = [
+    pytest.param(("mypy", "--strict"), id="mypy", marks=pytest.mark.slow),
+    pytest.param(("basedpyright",), id="pyright"),
+]
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
