@@ -250,7 +250,7 @@ def test_late_values_of_a_failed_operation_are_not_kept() -> None:
     with cluster(2) as group:
         leader, follower = (gathering_of(worker._worker) for worker in group)
         for rank, missing in ((0, "w1"), (1, "w0")):
-            with group[rank], pytest.raises(TelegradError, match=rf"\['{missing}'\] timed out"):
+            with group[rank], pytest.raises(TimeoutError, match=rf"\['{missing}'\] timed out"):
                 rpc.all_gather(1, timeout=SOON) if rank == 0 else rpc.broadcast(None, "w0", timeout=SOON)
         assert (leader.states, follower.states) == ({}, {})
         with group[1], pytest.raises(TelegradError, match="w0 has ended this operation without w1"):

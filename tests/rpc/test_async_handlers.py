@@ -268,6 +268,12 @@ async def blocks(way: str) -> int:
         return int(rpc.remote("w0", echo, (1,)).to_here())
     if way == "method":
         return int(rpc.remote("w0", Owned).rpc_sync().static(1))
+    if way == "get_service":
+        rpc.get_service("no such service", timeout=5)
+    if way == "wait_for_worker":
+        rpc.wait_for_worker("w9", timeout=5)
+    if way == "barrier":
+        rpc.barrier(timeout=5)
     gate = Gate()
     futures = [rpc.rpc_async("w0", passes, (gate, i)) for i in range(2)]
     gate.wait_for(2)
@@ -290,6 +296,9 @@ WAYS = {
     "method": "await rpc_async",
     "wait": "await future",
     "wait_all": "await asyncio.gather",
+    "get_service": "await asyncio.to_thread",
+    "wait_for_worker": "await asyncio.to_thread",
+    "barrier": "await",
 }
 
 

@@ -1,6 +1,7 @@
 """`wait_all` with failures, timeouts, lost peers and signals."""
 
 import gc
+import logging
 import signal
 import threading
 import weakref
@@ -14,6 +15,7 @@ from telegrad import rpc
 from telegrad.errors import NotInitialized, RpcTimeout, WorkerLost
 from telegrad.testing import Gate, Local, cluster, eventually
 from telegrad.worker.calls.client import Calls
+from telegrad.worker.unread_failures import log_unread
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.filterwarnings("error")]
 
@@ -29,6 +31,20 @@ def test_raises_at_the_first_error() -> None:
     assert not late.done()
     gate.open()
     assert late.wait() == "late"
+
+
+def test_logs_no_other_failure(caplog: pytest.LogCaptureFixture) -> None:
+    futures = [call(fail) for _ in range(3)]
+    eventually(lambda: all(future.done() for future in futures))
+    with caplog.at_level(logging.WARNING):
+        with pytest.raises(ValueError, match="on purpose"):
+            rpc.wait_all(futures)
+        ends = [weakref.ref(future) for future in futures]
+        futures.clear()
+        gc.collect()
+        assert not any(end() for end in ends)
+        log_unread()
+    assert not caplog.records
 
 
 def test_raises_at_an_earlier_error() -> None:

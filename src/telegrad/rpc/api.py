@@ -315,7 +315,7 @@ def shutdown_worker(worker: Worker, graceful: bool, timeout: float) -> None:
     """Shut down the given worker. A second call waits for the first."""
     _refuse_in_handlers(graceful)
     limit = _shutdown_limit(worker, timeout)
-    with worker.shutdown_lock if graceful else contextlib.nullcontext():
+    with worker.shutdown_lock.held(limit) if graceful else contextlib.nullcontext():
         if worker.closed:
             worker.close()
         else:

@@ -20,6 +20,7 @@ from telegrad.timeouts import nanoseconds
 from telegrad.waits import wait_for
 from telegrad.wire import Flag
 from telegrad.worker import Worker
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.multicast import call_many
 from telegrad.worker.scope import current
 
@@ -38,6 +39,10 @@ class LostWhileGathering(_Ended):
 
 class LeftWhileGathering(_Ended):
     """Required worker that left, for example after its own timeout."""
+
+
+class GatheringTimeout(TelegradError, TimeoutError):
+    """Values of some workers did not arrive in time."""
 
 
 class LeftAfterGathering(TelegradError):
@@ -241,8 +246,8 @@ def _send_to_followers(
             errors.append((name, e))
     if errors:
         left = all(isinstance(error, WorkerLost) and error.left for _, error in errors)
-        kind = LeftAfterGathering if left else TelegradError
         is_late = any(isinstance(error, TimeoutError) for _, error in errors)
+        kind = LeftAfterGathering if left else GatheringTimeout if is_late else TelegradError
         what = "timed out in _all_gather" + (f" after {timeout:.2f} seconds" if is_late else ", or failed")
         raise kind(f"Followers {[name for name, _ in errors]} {what}. The first exception is {errors[0][1]}")
     return results
@@ -280,10 +285,13 @@ def _wait_for(
             _check_losses(worker, op, needed, replaced, broken)
             if left == 0.0:
                 missing = sorted(names - set(state.gathered_objects)) if leader == me else [leader]
-                raise TelegradError(f"Followers {missing} timed out in _all_gather after {limit.seconds:.2f} seconds.")
+                raise GatheringTimeout(
+                    f"Followers {missing} timed out in _all_gather after {limit.seconds:.2f} seconds."
+                )
             if not is_connected:
                 is_connected = True
                 worker.ensure_connected(info.id for info in members.infos() if info.name in needed - {me})
+            check_blocking("a group operation", "`await asyncio.to_thread(...)` for it")
             wait_for(signal, left)
 
 

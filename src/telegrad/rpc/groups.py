@@ -13,6 +13,7 @@ from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.types import To, WorkerInfo
 from telegrad.waits import wait_for
 from telegrad.worker import Worker
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.callables import require_plain_function
 from telegrad.worker.default_worker import open_worker
 from telegrad.worker.membership.events import JOIN, LEAVE, LOSS, Subscription
@@ -187,6 +188,7 @@ def wait_until(
 
     Raises:
         RpcTimeout: It has returned None for `limit` seconds.
+        TelegradError: The thread runs the coroutines of a worker.
     """
     until = math.inf if limit is None else time.monotonic() + limit
     while True:
@@ -198,6 +200,7 @@ def wait_until(
         if limit is not None and is_late:
             why = outage()
             raise RpcTimeout(limit, what, why or "no answer", _STORE_REMEDY if why else remedy)
+        check_blocking(f"the {what}", "`await asyncio.to_thread(...)` for it")
         wait_for(changed, max(min(_POLL, until - time.monotonic()), 0.0))
 
 

@@ -42,6 +42,7 @@ from telegrad.worker.membership.changes import MemberChanges
 from telegrad.worker.membership.members import Members
 from telegrad.worker.membership.service import MembershipService
 from telegrad.worker.membership.shutdown_barrier import GracefulShutdown
+from telegrad.worker.membership.shutdown_lock import ShutdownLock
 from telegrad.worker.native import ENVIRONMENT, is_encrypted, make_engine, make_server
 from telegrad.worker.refs.references import References
 from telegrad.worker.scope import Scope, current
@@ -105,7 +106,7 @@ class Worker(MemberChanges):
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None  # the thread in `close`
         self._close_done = threading.Event()  # set once closed and all waits for threads have ended
-        self.shutdown_lock: threading.Lock = threading.Lock()  # held during a graceful shutdown
+        self.shutdown_lock: ShutdownLock = ShutdownLock(self.close)
 
         listen, host = addresses.listen_addresses(options, store_at, info.name, is_encrypted(group, options))
         if group.shared_secret and not addresses.is_loopback(host):

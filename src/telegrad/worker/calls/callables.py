@@ -32,7 +32,8 @@ __all__ = [
 
 def name_of(function: object) -> str:
     """Return the name of a function, for error messages."""
-    return getattr(function, "__qualname__", None) or repr(function)
+    name: str = getattr(function, "__qualname__", None) or repr(function)
+    return name.removeprefix("_VariableFunctionsClass.")  # where torch keeps functions such as torch.add
 
 
 def full_name_of(function: object) -> str:

@@ -42,7 +42,7 @@ def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
         Their values, in the same order.
 
     Raises:
-        Exception: Whatever the first failed future raises; the others are not awaited.
+        Exception: Whatever the first failed future raises; the others are not awaited, nor are their failures logged.
 
     Example::
 
@@ -55,6 +55,9 @@ def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
             check_blocking("wait_all", "`await asyncio.gather(*futures)`")
         return _wait_all(given)
     except Exception as error:
+        for future in given:
+            if isinstance(future, CallFuture):
+                future._mark_read()
         raise strip_own_frames(error)
 
 
