@@ -68,7 +68,10 @@ def _register(handle_type: type[H], worker: Worker, owner: int, local_id: int, c
 
 
 def _register_again(handle_type: type[H], worker: Worker, owner: int, local_id: int, creation: PendingCreation) -> None:
-    """Complete a registration that was interrupted at any moment. Its handle, if there is none yet, ends here."""
+    """Complete a registration that was interrupted at any moment.
+
+    Its handle, if there is none yet, ends here.
+    """
     if not creation.has_handle:
         _register(handle_type, worker, owner, local_id, creation)
     elif creation.early_result is not None and not creation.ended:
