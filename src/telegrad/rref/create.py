@@ -44,15 +44,18 @@ def create(
     handle = _register(handle_type, worker, owner, local_id, creation) if owner == worker.info.id else None
     try:
         worker.calls.client.create(owner, function, args, kwargs, timeout, local_id, creation, receiver)
-        if handle is None:
-            handle = _register(handle_type, worker, owner, local_id, creation)
     except BaseException as e:
-        if creation._call and handle is None:
-            # The request has left, and a signal handler has raised. It raises in no thread of the pool.
-            worker.pool.submit(_register_again, handle_type, worker, owner, local_id, creation)
-        elif handle is not None and not creation._call:
+        if creation._call:  # the request has left, and a signal handler has raised
+            handle or _register(handle_type, worker, owner, local_id, creation)
+        elif handle is not None:
             _end_unsent(creation, e)
         raise
+    if handle is None:
+        try:
+            handle = _register(handle_type, worker, owner, local_id, creation)
+        except BaseException:  # of a signal handler, which raises in no thread of the pool
+            worker.pool.submit(_register_again, handle_type, worker, owner, local_id, creation)
+            raise
     return handle
 
 
