@@ -272,8 +272,6 @@ async def blocks(way: str) -> int:
         rpc.get_service("no such service", timeout=5)
     if way == "wait_for_worker":
         rpc.wait_for_worker("w9", timeout=5)
-    if way == "barrier":
-        rpc.barrier(timeout=5)
     gate = Gate()
     futures = [rpc.rpc_async("w0", passes, (gate, i)) for i in range(2)]
     gate.wait_for(2)
@@ -298,7 +296,6 @@ WAYS = {
     "wait_all": "await asyncio.gather",
     "get_service": "await asyncio.to_thread",
     "wait_for_worker": "await asyncio.to_thread",
-    "barrier": "await",
 }
 
 
@@ -307,6 +304,15 @@ def test_a_blocking_call_in_a_coroutine_is_an_error(way: str) -> None:
     with pytest.raises(RuntimeError, match=rf"would block the event loop of worker 'w1'; use .*{WAYS[way]}"):
         rpc.rpc_sync("w1", blocks, (way,))
     assert rpc.rpc_sync("w1", double, (2,)) == 4
+
+
+async def leads() -> None:
+    rpc.barrier(timeout=5)
+
+
+def test_a_group_operation_in_a_coroutine_of_its_leader_is_an_error(two: Cluster) -> None:
+    with pytest.raises(RuntimeError, match=r"a group operation would block the event loop of worker 'w0'; use .*await"):
+        two[1].rpc_sync("w0", leads)
 
 
 async def starts_and_awaits() -> list[int]:

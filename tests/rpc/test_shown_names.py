@@ -1,4 +1,4 @@
-"""Names and paths in diagnostics of streams, maps and retries."""
+"""Names and paths in diagnostics of calls, streams, maps and retries."""
 
 import asyncio
 import threading
@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from telegrad import rpc
 from telegrad.errors import SerializationError
 from telegrad.testing import Cluster, Gate, eventually
+from telegrad.worker.calls.callables import full_name_of, name_of
 
 
 def identity(x: Any) -> Any:
@@ -130,3 +132,9 @@ def test_the_path_of_an_item(clean: Cluster) -> None:
     with pytest.raises(SerializationError) as caught:
         list(rpc.map("w1", identity, [1, [threading.Lock()]]))
     assert "(at args[0][0], of type" in str(caught.value)
+
+
+def test_functions_of_torch_have_the_names_that_programs_use() -> None:
+    assert name_of(torch.add) == "add"
+    assert name_of(torch.nn.functional.relu) == "relu"
+    assert full_name_of(Source.numbers).endswith("test_shown_names.Source.numbers")

@@ -53,11 +53,14 @@ def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
     try:
         if asyncio._get_running_loop() is not None and not all(future.done() for future in given):
             check_blocking("wait_all", "`await asyncio.gather(*futures)`")
-        return _wait_all(given)
+        try:
+            return _wait_all(given)
+        except Exception:
+            for future in given:
+                if isinstance(future, CallFuture):
+                    future._mark_read()
+            raise
     except Exception as error:
-        for future in given:
-            if isinstance(future, CallFuture):
-                future._mark_read()
         raise strip_own_frames(error)
 
 
