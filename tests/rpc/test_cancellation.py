@@ -413,6 +413,7 @@ def test_references_and_contexts_of_canceled_requests_end(one: Cluster, log: Log
             cancel_calls(local, theirs)
     else:
         cancel_calls(local, theirs)
+    eventually(lambda: one[1]._worker.engine.stats()["queued_requests"] == 0)  # else the first one may run in between
     gate.open()
     first.wait()
     assert log.lines == []
