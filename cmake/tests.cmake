@@ -9,19 +9,27 @@ set(test_support ${test_sources})
 list(FILTER test_sources INCLUDE REGEX "_test\\.cc$")
 list(FILTER test_support EXCLUDE REGEX "_test\\.cc$")
 
-if(test_support)
-  add_library(telegrad_test_support STATIC ${test_support})
-  target_link_libraries(telegrad_test_support PUBLIC telegrad_core)
-else()
-  add_library(telegrad_test_support INTERFACE)
-  target_link_libraries(telegrad_test_support INTERFACE telegrad_core)
-endif()
+# Half of the time to compile a test goes into the same headers. The extension module is built without precompiled
+# ones, so a source that forgets an include still fails to compile there.
+target_precompile_headers(telegrad_core PRIVATE ${PROJECT_SOURCE_DIR}/csrc/core/engine.h)
+
+# Tests use assert-like checks of their own; keep the standard ones alive as well. Optimizing the tests takes longer
+# than it saves.
+set(CMAKE_POSITION_INDEPENDENT_CODE OFF) # a library and a program share precompiled headers only with the same options
+function(telegrad_test_options target)
+  target_compile_options(${target} PRIVATE -UNDEBUG -O0)
+endfunction()
+
+add_library(telegrad_test_support STATIC ${test_support})
+target_link_libraries(telegrad_test_support PUBLIC telegrad_core)
+telegrad_test_options(telegrad_test_support)
+target_precompile_headers(telegrad_test_support PRIVATE ${PROJECT_SOURCE_DIR}/csrc/tests/workers.h)
 
 foreach(source IN LISTS test_sources)
   get_filename_component(name ${source} NAME_WE)
   add_executable(${name} ${source})
-  # Tests use assert-like checks of their own; keep the standard ones alive as well.
-  target_compile_options(${name} PRIVATE -UNDEBUG)
+  telegrad_test_options(${name})
+  target_precompile_headers(${name} REUSE_FROM telegrad_test_support)
   target_link_libraries(${name} PRIVATE telegrad_test_support)
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES TIMEOUT 600) # each case ends earlier if it hangs (csrc/tests/check.cc)
@@ -35,6 +43,8 @@ list(FILTER fuzz_sources INCLUDE REGEX "/fuzz/[a-z_]+_fuzz(_openssl)?\\.cc$")
 foreach(source IN LISTS fuzz_sources)
   string(REGEX REPLACE "^.*/([a-z_]+)_fuzz(_openssl)?\\.cc$" "\\1" target ${source})
   add_executable(${target}_replay ${source} ${PROJECT_SOURCE_DIR}/csrc/fuzz/replay.cc)
+  telegrad_test_options(${target}_replay)
+  target_precompile_headers(${target}_replay REUSE_FROM telegrad_test_support)
   target_link_libraries(${target}_replay PRIVATE telegrad_core)
   add_test(NAME fuzz_${target} COMMAND ${target}_replay ${PROJECT_SOURCE_DIR}/csrc/fuzz/corpus/${target})
   set_tests_properties(fuzz_${target} PROPERTIES TIMEOUT 120)
