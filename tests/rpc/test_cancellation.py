@@ -399,9 +399,10 @@ def test_a_creation_is_not_canceled(clean: Cluster) -> None:
 @pytest.mark.parametrize("in_context", [False, True])
 def test_references_and_contexts_of_canceled_requests_end(one: Cluster, log: Log, in_context: bool) -> None:
     gate, x = Gate(), torch.ones(3, requires_grad=True)
+    local, theirs = rpc.RRef(torch.ones(2)), rpc.remote("w1", torch.ones, (2,))
+    rpc.rpc_sync("w1", abs, (1,))  # the value is made
     first = rpc.rpc_async("w1", gate.enter)
     gate.wait_for()
-    local, theirs = rpc.RRef(torch.ones(2)), rpc.remote("w1", torch.ones, (2,))
     argument = x if in_context else 0
 
     def cancel_calls(*references: object) -> None:
