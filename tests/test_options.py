@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from telegrad.group.secret import given_secret, key_of
-from telegrad.options import Options, RpcBackendOptions, as_options, option_rows, options_markdown
+from telegrad.options import (
+    Options,
+    RpcBackendOptions,
+    _report_misspelt_variables,
+    as_options,
+    option_rows,
+    options_markdown,
+)
 from telegrad.testing import cluster
 
 
@@ -261,3 +268,17 @@ def test_document_has_the_table() -> None:
 def test_number_of_lanes(lanes: int) -> None:
     with pytest.raises(ValueError, match="option tcp_lanes has to be a number from 1 to 16"):
         Options(tcp_lanes=lanes)
+
+
+def test_misspelt_variables_are_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _report_misspelt_variables.cache_clear()
+    for name in ("SECRETFILE", "TRANSPORT", "PORT", "SERVICE_HOST", "RPC_TIMEOUT"):
+        monkeypatch.setenv(f"TELEGRAD_{name}", "1")
+    as_options(None)
+    as_options(Options())
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the environment variable TELEGRAD_{name} is ignored: Telegrad has no such option. Is TELEGRAD_{meant} meant?"
+        for name, meant in (("SECRETFILE", "SECRET_FILE"), ("TRANSPORT", "TRANSPORTS"))
+    ]

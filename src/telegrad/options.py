@@ -10,6 +10,8 @@ Programs written for ``torch.distributed.rpc`` pass objects of other classes der
 """
 
 import dataclasses
+import difflib
+import functools
 import logging
 import os
 from collections.abc import Iterable
@@ -18,6 +20,8 @@ from datetime import timedelta
 from typing import Any, Final
 
 from telegrad.wire import ALWAYS_TAKEN
+
+logger: logging.Logger = logging.getLogger("telegrad")
 
 __all__ = [
     "DEFAULT_INIT_METHOD",
@@ -602,6 +606,24 @@ def options_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
+@functools.cache
+def _report_misspelt_variables() -> None:
+    """Log a warning, once, for each variable with nearly the name of an option.
+
+    Other names are left alone: Kubernetes makes ``TELEGRAD_PORT`` and the like from a service named telegrad.
+    """
+    prefix = "TELEGRAD_"
+    known = [row.metadata["env"].removeprefix(prefix) for row in dataclasses.fields(Options) if row.metadata["env"]]
+    for variable in sorted(name for name in os.environ if name.startswith(prefix)):
+        name = variable.removeprefix(prefix)
+        meant = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if meant and name not in known:
+            logger.warning(
+                "the environment variable %s is ignored: Telegrad has no such option. Is %s%s meant?",
+                variable, prefix, meant[0],
+            )  # fmt: skip
+
+
 def as_options(given: RpcBackendOptions | None) -> Options:
     """Convert the options of a program; missing ones come from the environment.
 
@@ -613,6 +635,7 @@ def as_options(given: RpcBackendOptions | None) -> Options:
         ValueError: As for `Options`.
         RuntimeError: As for `Options.validate`.
     """
+    _report_misspelt_variables()
     if isinstance(given, Options):
         given.validate()
         return given

@@ -21,14 +21,18 @@ def given_secret(options: Options) -> bytes | None:
 
     Raises:
         ValueError: The file is empty, or the secret too short.
-        OSError: The file cannot be read.
+        OSError: The file cannot be read; the text names the option.
     """
     if options.secret:
         return options.secret.encode()
     if not options.secret_file:
         return None
-    with open(options.secret_file, "rb") as f:
-        secret = f.read().strip()
+    try:
+        with open(options.secret_file, "rb") as f:
+            secret = f.read().strip()
+    except OSError as e:
+        why = f"{e.strerror}: the group's secret cannot be read (option secret_file, TELEGRAD_SECRET_FILE)"
+        raise type(e)(e.errno, why, options.secret_file) from None
     if not secret:
         raise ValueError(f"the file {options.secret_file}, which should hold the group's secret, is empty")
     if len(secret) < LEAST_SECRET_BYTES:
