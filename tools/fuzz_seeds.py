@@ -21,14 +21,15 @@ VALUES: dict[str, object] = {
     "strided": (torch.ones(4, 6)[:, ::2], torch.ones(5, requires_grad=True)),
 }
 
-# Tickets, target, autocast, context, message, profile: see MetadataField in telegrad.wire.layout.
+# Tickets, target, autocast, context, message, headers, profile: see MetadataField in telegrad.wire.layout.
 METADATA: dict[str, object] = {
-    "context": ((), None, None, 7, 3, None),
-    "chain": ((), None, None, -7, 0, None),
-    "target": ((), (1, 5), None, None, None, None),
-    "tickets": (((1, 5, 0, 1, 9, None),), None, None, 7, 3, None),
-    "profile": ((), None, None, 7, 3, ("trace", 1)),
-    "no_number": ((), None, None, "x", "y", None),
+    "context": ((), None, None, 7, 3, None, None),
+    "chain": ((), None, None, -7, 0, None, None),
+    "target": ((), (1, 5), None, None, None, None, None),
+    "tickets": (((1, 5, 0, 1, 9, None),), None, None, 7, 3, None, None),
+    "profile": ((), None, None, 7, 3, None, ("trace", 1)),
+    "headers": ((), None, None, None, None, {"name": "text", "bytes": b"1"}, None),
+    "no_number": ((), None, None, "x", "y", None, None),
     "no_tuple": [(), None],
 }
 

@@ -30,8 +30,8 @@ nb::object id_of(nb::handle context) {
 }
 
 void add_metadata(Outgoing& m, const codec::Codec& codec, nb::handle target, nb::handle context, nb::handle message) {
-  const nb::object metadata = python_result(
-      PyTuple_Pack(Field::kCount, nb::tuple().ptr(), target.ptr(), Py_None, context.ptr(), message.ptr(), Py_None));
+  const nb::object metadata = python_result(PyTuple_Pack(Field::kCount, nb::tuple().ptr(), target.ptr(), Py_None,
+                                                         context.ptr(), message.ptr(), Py_None, Py_None));
   codec::Encoded encoded;
   if (!is_encoded(codec.encode_basic(metadata.ptr(), encoded))) {
     PyErr_SetString(codec::codec_error(), "the metadata of a message cannot be encoded");

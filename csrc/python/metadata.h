@@ -42,7 +42,8 @@ class AutogradHooks {
               std::int64_t epoch, codec::Encoded& encoded, nb::object& message) const;
 
   /// Reads the metadata, which is the last segment. `out` stays empty if it names only the reference to create, which
-  /// the body also names. Returns false if it has any other field, or names a call chain. Throws nb::python_error.
+  /// the body also names. Returns false if it has any other field, or names a call chain. Ignores headers: they are for
+  /// interceptors, for which Python reads the metadata. Throws nb::python_error.
   static bool read(const codec::Codec& codec, const Incoming& message, ContextTag& out);
 
   /// Reports whether requests of a context run without a guard around them. Throws nb::python_error.

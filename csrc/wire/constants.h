@@ -110,8 +110,9 @@ struct MetadataField {
   static constexpr int kAutocast = 2;  // autocast state of the caller, or None
   static constexpr int kContext = 3;  // id of the autograd context, or None; 0 or a call chain (negative): no context
   static constexpr int kMessage = 4;  // id under which both ends record the tensors that require grad; 0: none
-  static constexpr int kProfile = 5;  // request: what to record; reply: what was recorded; or None
-  static constexpr int kCount = 6;
+  static constexpr int kHeaders = 5;  // of a request: what interceptors of the program have added, or None
+  static constexpr int kProfile = 6;  // request: what to record; reply: what was recorded; or None
+  static constexpr int kCount = 7;
 };
 
 /// Position in `telegrad.worker.scope.Scope`.

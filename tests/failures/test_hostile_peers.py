@@ -253,14 +253,17 @@ def test_a_body_that_cannot_be_decoded_gets_an_error_reply(w: Cluster, kind: Bod
 @pytest.mark.parametrize(
     "metadata",
     [
-        ((), None, None, "x", "y", None),
-        ((), None, None, 2**70, 3, None),
-        ((), None, None, 7, [], None),
-        (5, None, None, None, None, None),
-        ((), "x", None, None, None, None),
+        ((), None, None, "x", "y", None, None),
+        ((), None, None, 2**70, 3, None, None),
+        ((), None, None, 7, [], None, None),
+        (5, None, None, None, None, None, None),
+        ((), "x", None, None, None, None, None),
+        ((), None, None, None, None, {"name": 5}, None),
+        ((), None, None, None, None, "name", None),
+        ((), None, None, None, None, None),
         [(), None],
     ],
-    ids=["texts", "large number", "list", "no tickets", "target", "list"],
+    ids=["texts", "large number", "list", "no tickets", "target", "header", "headers", "short", "a list"],
 )
 def test_metadata_that_cannot_be_read_gets_an_error_reply(w: Cluster, metadata: object) -> None:
     codec = make_codec()

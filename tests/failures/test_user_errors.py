@@ -126,6 +126,28 @@ def test_result_that_cannot_be_pickled(
     assert "cannot pickle" in caplog.text, "the callee logs it too"
 
 
+class _NotDecoded:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _fail_to_decode, ()
+
+
+def _fail_to_decode() -> None:
+    raise KeyError("no such table")
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "to_here"])
+def test_result_that_cannot_be_decoded(w: Cluster, kind: str) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "sync": lambda: w[0].rpc_sync("w1", _NotDecoded),
+        "async": lambda: w[0].rpc_async("w1", _NotDecoded).wait(),
+        "to_here": lambda: w[0].remote("w1", _NotDecoded).to_here(),
+    }
+    with pytest.raises(KeyError, match="no such table") as raised:
+        calls[kind]()
+    called = "to_here" if kind == "to_here" else "_NotDecoded"
+    assert raised.value.__notes__ == [f"raised here, when the result of {called} on w1 was decoded"]
+
+
 def test_exception_with_an_unpicklable_attribute(w: Cluster) -> None:
     with pytest.raises(ValueError, match=r"holds a lock\nIts attributes \(lock\) were not sent: they .*cannot pickle"):
         w[0].rpc_sync("w1", _raise_with_lock)
@@ -338,7 +360,7 @@ def test_name_or_rank_taken_in_a_dynamic_group(store: Any, name: str, rank: int,
         ({"bind": "256.1.1.1"}, r"cannot resolve tcp:256\.1\.1\.1"),
         ({"bind": "192.0.2.1"}, r"cannot listen on tcp:192\.0\.2\.1"),
         ({"advertise": "no.such.host.invalid"}, r"advertise names no\.such\.host\.invalid, which cannot be resolved"),
-        ({"secret_file": "/no/such/file"}, "/no/such/file"),
+        ({"secret_file": "/no/such/file"}, r"secret cannot be read \(option secret_file.*/no/such/file"),
     ],
     ids=str,
 )

@@ -91,7 +91,7 @@ def test_the_core_has_the_positions(fields: type[IntEnum]) -> None:
 def test_python_writes_each_field_at_its_position() -> None:
     messages: Any = SimpleNamespace(_plain=tuple)
     written: Any = Messages._metadata(
-        messages, (), RRefId(1, 2), "autocast", (SimpleNamespace(id="context"), "message"), "profile"
+        messages, (), RRefId(1, 2), "autocast", (SimpleNamespace(id="context"), "message"), "profile", "headers"
     )
     fields = {field.name.lower(): written[field] for field in MetadataField}
     assert fields.pop("tickets") == []
@@ -101,9 +101,9 @@ def test_python_writes_each_field_at_its_position() -> None:
 
 def test_the_core_writes_each_field_at_its_position() -> None:
     source = (ROOT / "csrc/python/metadata.cc").read_text()
-    packed = re.search(r"PyTuple_Pack\(Field::kCount, (.*?)\)\);", source)
+    packed = re.search(r"PyTuple_Pack\(Field::kCount, (.*?)\)\);", source, re.DOTALL)
     assert packed is not None
-    written = [argument.removesuffix(".ptr()") for argument in packed[1].split(", ")]
+    written = [argument.removesuffix(".ptr()") for argument in re.split(r",\s+", packed[1])]
     named = {name: at for at, name in enumerate(written) if name not in ("nb::tuple()", "Py_None")}
     assert named == {name: MetadataField[name.upper()] for name in ("target", "context", "message")}
     assert written.index("nb::tuple()") == MetadataField.TICKETS

@@ -59,7 +59,8 @@ class MetadataField(IntEnum):
     AUTOCAST = 2  # autocast state of the caller, or None
     CONTEXT = 3  # id of the autograd context, or None; 0 or a call chain (negative): no context
     MESSAGE = 4  # id under which both ends record the tensors that require grad; 0: none
-    PROFILE = 5  # request: what to record; reply: what was recorded; or None
+    HEADERS = 5  # of a request: what interceptors of the program have added, or None
+    PROFILE = 6  # request: what to record; reply: what was recorded; or None
 
 
 class ScopeField(IntEnum):

@@ -34,6 +34,7 @@ from telegrad.worker.calls import interception, tracing
 from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.encoded import NO_METADATA, Encoded, MessageSpec, Request
 from telegrad.worker.calls.future import CallFuture, cancel_if_interrupted
+from telegrad.worker.calls.headers import SentHeaders
 from telegrad.worker.calls.interception import CallForm, Creation, InterceptedRequest
 from telegrad.worker.calls.interceptors import PICKLER, Interceptors, active, carrier_of, is_own, rename_path, switch
 from telegrad.worker.calls.messages import Messages
@@ -161,12 +162,13 @@ class Calls:
             return InterceptedRequest(call, label, call.receiver)
         return self.encode(call)
 
-    def encode(self, call: CallForm, trace: tracing.TraceContext | None = None) -> Request:
+    def encode(self, call: CallForm, trace: tracing.TraceContext | None = None, headers: SentHeaders = None) -> Request:
         """Encode a call, past all interceptors.
 
         Args:
             call: The call.
             trace: What the callee records for a profile.
+            headers: What the interceptors of the program have added, or None.
 
         Raises:
             Exception: As `encode_slow`.
@@ -182,7 +184,7 @@ class Calls:
         # In the metadata, too: decoding the body may fail.
         target = None if call.keep_as is None else RRefId(self.worker_id, call.keep_as)
         spec = MessageSpec(
-            target, caller_state(), ticket, epoch, pickler, parts, context, is_request=context is not None, trace=trace
+            target, caller_state(), ticket, epoch, pickler, parts, context, context is not None, headers, trace
         )
         message = self._encode(call, body, spec)
         message = message._replace(flags=flags | message.flags | caller_flags())
@@ -303,7 +305,11 @@ class Calls:
         if flags & _LEFT_OUT:
             raise self._error_of_left_out(body, tag == _VALUE, call)
         if tag == value_tag:
-            return tag, messages.decode(flags, body, segments, metadata.handles, metadata.wrap)
+            try:
+                return tag, messages.decode(flags, body, segments, metadata.handles, metadata.wrap)
+            except Exception as e:
+                e.add_note(f"raised here, when the result of {self._text_of(call)} was decoded")
+                raise
         if tag == _ERROR:
             raise unpack_exception(body, messages.gate)
         if tag == _CREATED and value_tag == _VALUE:

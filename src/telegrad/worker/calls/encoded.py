@@ -10,6 +10,7 @@ from telegrad.serialize.pickling import Wrap
 from telegrad.serialize.program_pickler import BodyPickler
 from telegrad.wire import ANY_EPOCH
 from telegrad.worker.autograd_hooks import AutogradContext
+from telegrad.worker.calls.headers import NO_HEADERS, Headers, SentHeaders
 from telegrad.worker.calls.tracing import TraceContext
 from telegrad.worker.scope import Autocast
 
@@ -40,6 +41,7 @@ class MessageSpec(NamedTuple):
     parts: str | tuple[str, ...] = "result"  # name of the value in errors, or names of a tuple's items
     context: AutogradContext | None = None  # in which its tensors are recorded; of a request only in grad mode
     is_request: bool = False  # its metadata names the context
+    headers: SentHeaders = None  # of a request
     trace: TraceContext | None = None  # what the callee records for a profile
 
 
@@ -98,6 +100,7 @@ class CallMetadata(NamedTuple):
     context: AutogradContext | None = None  # the sender's autograd context
     wrap: Wrap | None = None  # records received tensors
     chain: int = 0  # the caller's call chain outside of contexts; 0: none
+    headers: Headers = NO_HEADERS  # of a request
     profile: Any = None  # of a request a `TraceContext`, of a reply a `Report`
 
 

@@ -13,6 +13,7 @@ from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls.delayed import send_later
 from telegrad.worker.calls.encoded import Request
 from telegrad.worker.calls.future import CallFuture, is_future
+from telegrad.worker.calls.headers import SentHeaders, sent_headers
 from telegrad.worker.calls.interceptors import (
     InterceptedCall,
     Interceptor,
@@ -121,7 +122,7 @@ class Sender(WorkerCalls, Protocol):
     def find_name(self, function: object, /) -> tuple[int, bytes] | None: ...
     def name_or_function(self, function: object, /) -> object: ...
     def future_of(self, peer: int, label: object, timeout: int, /) -> CallFuture[object]: ...
-    def encode(self, call: CallForm, trace: TraceContext | None, /) -> Request: ...
+    def encode(self, call: CallForm, trace: TraceContext | None, headers: SentHeaders, /) -> Request: ...
     def send(self, request: Request, target: CallFuture[object], /) -> None: ...
 
 
@@ -303,7 +304,7 @@ class _Chain:
         assert isinstance(call, ResolvedCall)
         assert call.form is not None
         calls = self._calls
-        request = calls.encode(call.form, call.trace)
+        request = calls.encode(call.form, call.trace, sent_headers(call.headers, self.text))
         future = calls.future_of(request.peer, request.label, request.timeout)
         future._mark_read()  # the program's future logs a failure
         if call.delay > 0:
@@ -322,7 +323,7 @@ class _Chain:
         if (call.kind, call.peer) != (given.kind, given.peer) or call.receiver is not given.receiver:
             raise ValueError(
                 f"an interceptor changed kind, peer or receiver of the call of {given.name} on {given.peer}; it may"
-                " change function, args, kwargs and timeout"
+                " change function, args, kwargs, timeout and headers"
             )
         if call is given:
             return form

@@ -13,7 +13,7 @@ Telegrad get a `ResolvedCall`, also for internal calls. Those of one worker get 
 
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol, TypeAlias
 
@@ -23,6 +23,7 @@ from telegrad.errors import TelegradError
 from telegrad.serialize.program_pickler import Carried
 from telegrad.worker.calls.callables import name_of, read_attribute
 from telegrad.worker.calls.future import CallFuture, is_future
+from telegrad.worker.calls.headers import NO_HEADERS, Headers
 
 __all__ = [
     "PICKLER",
@@ -69,7 +70,7 @@ class InterceptedCall:
     """Call as an interceptor sees it.
 
     Immutable: ``dataclasses.replace(call, timeout=1.0)`` returns a changed call for ``proceed``. The function, the
-    arguments, the caller's timeout and its delay may be changed, all else is for information.
+    arguments, and at the caller the timeout, the delay and the headers may be changed, all else is for information.
 
     Attributes:
         kind: at the caller ``"sync"``, ``"async"`` (also `telegrad.rpc.call` and `telegrad.rpc.multicast`),
@@ -86,6 +87,8 @@ class InterceptedCall:
         receiver: at the caller, the `RRef` whose value the call is about; else None.
         delay: at the caller, seconds after which the request is sent; they count towards the timeout. It is encoded at
             once. For tests of slow networks.
+        headers: names with texts or bytes that travel with the request, 64 KiB at most: what interceptors of the
+            caller add for those of the callee. The handler does not get them.
 
     Example::
 
@@ -106,6 +109,7 @@ class InterceptedCall:
     timeout: float = 0.0
     receiver: Any = None
     delay: float = 0.0
+    headers: Headers = field(default_factory=lambda: NO_HEADERS)
 
     @property
     def name(self) -> str:

@@ -40,6 +40,7 @@ from telegrad.worker.calls.encoded import (
     Segments,
     SharedBody,
 )
+from telegrad.worker.calls.headers import SentHeaders, read_headers
 from telegrad.worker.scope import Autocast, current_chain
 
 __all__ = ["Messages", "is_serializing"]
@@ -146,7 +147,7 @@ class Messages:
         Raises:
             Exception: Whatever pickling the value raises; then all tickets are taken back.
         """
-        target, autocast, ticket, epoch, custom, parts, context, request, trace = spec
+        target, autocast, ticket, epoch, custom, parts, context, request, headers, trace = spec
         state = _serialization
         outer = state.peer, state.tickets, state.epoch
         if epoch is None:  # before the tickets: if the session ends meanwhile, the message is not sent
@@ -163,9 +164,9 @@ class Messages:
             if context is not None and (request or recorded):
                 number = self.hooks.on_send(context, peer, recorded or (), request, epoch)
                 made_in = None if number is None else (context, number)
-            if tickets is None and target is None and autocast is None and made_in is None and trace is None:
+            if tickets is None and (target, autocast, made_in, headers, trace) == (None,) * 5:
                 return Encoded(flags, body, segments, ())
-            metadata = self._metadata(tickets or (), target, autocast, made_in, trace, ticket, request)
+            metadata = self._metadata(tickets or (), target, autocast, made_in, trace, headers, ticket, request)
             segments = [*(segments or ()), metadata]
             if not tickets and made_in is None:
                 # The owner counts a creation, whose reference ends with the session.
@@ -319,6 +320,7 @@ class Messages:
         autocast: Autocast,
         made_in: Recorded | None,
         profile: object,
+        headers: SentHeaders = None,
         about: Ticket | None = None,
         request: bool = False,
     ) -> bytes:
@@ -329,7 +331,9 @@ class Messages:
         context, message = (None, 0) if made_in is None else (made_in[0].id, made_in[1])
         if context == 0 and request:
             context = current_chain()
-        return self._plain((plain, None if target is None else tuple(target), autocast, context, message, profile))
+        return self._plain(
+            (plain, None if target is None else tuple(target), autocast, context, message, headers, profile)
+        )
 
     def _plain(self, value: object) -> bytes:
         coded = self._codec.encode(value)
@@ -366,7 +370,8 @@ class Messages:
         if not flags & _METADATA:
             return NO_METADATA
         metadata: Any = self._codec.decode(segments.pop(), [])
-        plain, target, autocast, context_id, message, profile = metadata
+        plain, target, autocast, context_id, message, given, profile = metadata
+        headers = read_headers(given)
         tickets = [Ticket(RRefId(a, b), owner, TicketKind(kind), transfer) for a, b, owner, kind, transfer, _ in plain]
         handles = self._receive(tickets, [ticket[-1] for ticket in plain], peer, connection) if tickets else []
         context = wrap = None
@@ -385,7 +390,7 @@ class Messages:
             elif message and not request:  # the program has left the context
                 wrap = cut_graphs
         return CallMetadata(
-            handles, None if target is None else RRefId(*target), autocast, context, wrap, chain, profile
+            handles, None if target is None else RRefId(*target), autocast, context, wrap, chain, headers, profile
         )
 
     def decode(

@@ -8,9 +8,11 @@ from torch.futures import Future
 from telegrad.worker import process_hooks
 from telegrad.worker.calls.callables import callee_of, run
 from telegrad.worker.calls.future import CallFuture, is_future
+from telegrad.worker.calls.headers import Headers
 from telegrad.worker.calls.interceptors import (
     InterceptedCall,
     Interceptor,
+    Shown,
     carrier_of,
     check_reply,
     run_chain,
@@ -36,6 +38,7 @@ class InterceptedHandler:
         kind: Kind of the call, "call" or "remote".
         peer: Name of the caller.
         timeout: Seconds left; 0 is no limit.
+        headers: Those of the request.
         run_coroutine: Runs a coroutine on the worker's event loop.
     """
 
@@ -46,6 +49,7 @@ class InterceptedHandler:
         kind: str,
         peer: str,
         timeout: float,
+        headers: Headers,
         run_coroutine: Callable[[Coroutine[Any, Any, object], Ended], Callable[[], None]],
     ) -> None:
         self._chain = chain
@@ -55,6 +59,7 @@ class InterceptedHandler:
         self._kind = kind
         self._peer = peer
         self._timeout = timeout
+        self._headers = headers
         self._run_on_loop = run_coroutine
         self._started: list[CallFuture[Any]] = []  # results that were not done
         self._is_canceled = False
@@ -65,13 +70,12 @@ class InterceptedHandler:
         return self._function
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        carrier = self._carrier
-        if carrier is None:
-            self._given = InterceptedCall(self._kind, self._peer, self._function, args, kwargs, self._timeout)
-        else:
-            shown = carrier.show(args, callee_of)
-            self._given = InterceptedCall(carrier.kind, self._peer, *shown, self._timeout)
+        carrier, kind = self._carrier, self._kind
+        shown: Shown = self._function, args, kwargs
+        if carrier is not None:
+            kind, shown = carrier.kind, carrier.show(args, callee_of)
             self._args = args
+        self._given = InterceptedCall(kind, self._peer, *shown, self._timeout, headers=self._headers)
         result = run_chain(self._chain, self._given, self._run)
         if not is_future(result):
             check_reply(carrier, self._given, result)

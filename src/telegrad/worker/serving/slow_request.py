@@ -74,7 +74,8 @@ class SlowRequest:
             scope, autocast = current.get(), self.metadata.autocast
             return handlers.loop.run(coroutine, scope, self.flags, autocast, self.recording, ended)
 
-        return InterceptedHandler(handlers.interceptors.chain, function, kind, peer, left, run_coroutine)
+        headers = self.metadata.headers
+        return InterceptedHandler(handlers.interceptors.chain, function, kind, peer, left, headers, run_coroutine)
 
     def creates(self, target: RRefId) -> None:
         """Set the reference that the request creates, which only its body names."""
