@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from free_ports import free_port
+from process_helpers import actors
 
 from telegrad.errors import TelegradError
 from telegrad.group import hosting, stores
@@ -39,16 +40,15 @@ def test_a_client_at_the_store_of_the_previous_group(by_port: bool, monkeypatch:
     before: list[Any] = [
         hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), timedelta(seconds=30))
     ]
-    number = _numbers.next
 
     def host_the_next_one() -> Worker:
-        before[0].wait([f"rpc_prefix_{number}/member/1"])
+        before[0].wait(["rpc_prefix_0/member/1"])
         before.clear()
         return Worker("w0", 0, 2, options)
 
     workers = run_all([host_the_next_one, lambda: Worker("w1", 1, 2, options)])
     assert workers[0].rpc_sync("w1", abs, (-1,)) == 1
-    assert _numbers.next == number + 1
+    assert _numbers.next(options.init_method) == 1
     run_all([lambda worker=worker: worker.shutdown(timeout=30) for worker in workers])  # type: ignore[misc]
 
 
@@ -57,10 +57,9 @@ def test_a_client_of_a_store_that_closes() -> None:
     before: list[Any] = [
         hosting.host_for_worker(hosting.StoreAddress("127.0.0.1", port, 0, True), timedelta(seconds=30))
     ]
-    number = _numbers.next
 
     def end() -> None:
-        before[0].wait([f"rpc_prefix_{number}/member/1"])
+        before[0].wait(["rpc_prefix_0/member/1"])
         before.clear()
 
     def join() -> None:
@@ -86,9 +85,27 @@ def test_a_rank_used_twice(tmp_path: Path) -> None:
 
 def test_group_numbers() -> None:
     numbers = _Numbers()
-    with numbers.joining("here", 2, 0) as first, numbers.joining("here", 2, 1) as same:
+    with numbers.joining("here", "store", 2, 0) as first, numbers.joining("here", "store", 2, 1) as same:
         assert first == same == 0
-        with numbers.joining("here", 2, 1) as again, numbers.joining("there", 2, 1) as elsewhere:
+        with numbers.joining("here", "store", 2, 1) as again, numbers.joining("here", "other", 2, 1) as elsewhere:
             assert (again, elsewhere) == (1, 2)
-    with numbers.joining("here", 2, 1) as following:
+    with numbers.joining("here", "store", 2, 1) as following:
         assert following == 3
+    with numbers.joining("there", "store", 2, 1) as of_another_place:
+        assert of_another_place == 0
+
+
+def test_a_process_that_has_joined_groups_elsewhere_meets_a_new_one(tmp_path: Path) -> None:
+    """A driver starts a worker for each group, at an address of its own."""
+    for number in range(2):
+        options = Options(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=30)
+        with actors(1, tmp_path, method="none") as (other,):
+            step = other.begin(join_as_second, options.init_method)
+            driver = Worker("w0", 0, 2, options)
+            assert driver.rpc_sync("w1", abs, (-number,)) == number
+            run_all([lambda driver=driver: driver.shutdown(timeout=30), step.result])  # type: ignore[misc]
+
+
+def join_as_second(where: str) -> None:
+    worker = Worker("w1", 1, 2, Options(init_method=where, rpc_timeout=30))
+    worker.shutdown(timeout=30)

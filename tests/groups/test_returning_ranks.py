@@ -120,9 +120,9 @@ def test_a_worker_joins_the_next_group_of_a_store_of_the_program() -> None:
     numbers = store_parts._Numbers()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_parts, "_numbers", numbers)
-        assert store_parts.join_open_part(store, "rpc_prefix_7", join, 1, 2) == 1
+        assert store_parts.join_open_part(store, "place", "rpc_prefix_7", join, 1, 2) == 1
     assert tried == ["rpc_prefix_7", "rpc_prefix_8"]
-    assert numbers.next == 9
+    assert numbers.next("place") == 9
 
 
 @pytest.mark.openssl

@@ -4,10 +4,12 @@ The store of the previous group may still exist at that address.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
+from urllib.parse import urlparse
 
 from telegrad.group import stores
 from telegrad.group.group_store import outlives_groups
@@ -51,7 +53,7 @@ def join_at(
     until = time.monotonic() + stores.rendezvous_timeout(options)
     limit: float | None = None
     gone: RuntimeError | None = None
-    prefix = ""
+    place, prefix = _address_of(options.init_method), ""
     with ExitStack() as joining:
         while True:
             try:
@@ -62,8 +64,8 @@ def join_at(
                 raise timed_out from gone
             try:
                 if not prefix:  # the group keeps its prefix, at whichever store it meets
-                    prefix = joining.enter_context(prefix_of(store, options.init_method, its_size, its_rank))
-                return join_open_part(store, prefix, join, its_rank, its_size)
+                    prefix = joining.enter_context(prefix_of(store, place, its_size, its_rank))
+                return join_open_part(store, place, prefix, join, its_rank, its_size)
             except StoreGone as e:
                 limit = round(until - time.monotonic(), 2)
                 if outlives_groups(store):  # the error of etcd says what to do
@@ -73,6 +75,13 @@ def join_at(
                 logger.info("%s (rank %d) tries to find the group's store again: %s", name, its_rank, e)
                 gone = e.with_traceback(None)  # the traceback refers to the store
             time.sleep(_PAUSE)
+
+
+def _address_of(init_method: str) -> str:
+    """Return an address with what the environment adds."""
+    if urlparse(init_method).scheme != "env":
+        return init_method
+    return f"{init_method}{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def _store_lost(name: str, store: Store, error: RuntimeError) -> RuntimeError:

@@ -24,33 +24,38 @@ T = TypeVar("T")
 
 
 class _Numbers:
-    """Numbers of static groups, in the order in which a process joins them.
+    """Numbers of static groups, in the order of joining them at one place.
 
+    A process that has joined groups elsewhere meets a new one, which has joined none, in the first part of a new store.
     Several workers of a process that join at the same time, at one place, with different ranks, join one group.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.next: int = 0
-        self._joining: dict[tuple[str, int], tuple[int, set[int]]] = {}  # by address and size: number, ranks
+        self._next: dict[str, int] = {}  # by place
+        self._joining: dict[tuple[str, int], tuple[int, set[int]]] = {}  # by store and size: number, ranks
 
-    def use(self, number: int) -> None:
+    def next(self, place: str) -> int:
+        """Return the number of the next group at a place."""
+        return self._next.get(place, 0)
+
+    def use(self, place: str, number: int) -> None:
         """Note that a worker has joined the group with a number."""
         with self._lock:
-            self.next = max(self.next, number + 1)
+            self._next[place] = max(self.next(place), number + 1)
 
     @contextmanager
-    def joining(self, place: str, world_size: int, rank: int) -> Iterator[int]:
+    def joining(self, place: str, store: str, world_size: int, rank: int) -> Iterator[int]:
         """Yield the number of the group that a worker joins in the block.
 
         The group counts as complete when its first worker has joined.
         """
-        key = place, world_size
+        key = store, world_size
         with self._lock:
             group = self._joining.get(key)
             if group is None or rank in group[1]:
-                group = self._joining[key] = self.next, set()
-                self.next += 1
+                group = self._joining[key] = self.next(place), set()
+                self._next[place] = group[0] + 1
             group[1].add(rank)
         try:
             yield group[0]
@@ -71,7 +76,7 @@ def prefix_of(store: Store, place: str, world_size: int | None, rank: int) -> It
 
     Args:
         store: the store.
-        place: the program's name of the store.
+        place: address of the store; empty for one that the program passes.
         world_size: None or 0 for a dynamic group.
         rank: of the worker.
 
@@ -80,19 +85,20 @@ def prefix_of(store: Store, place: str, world_size: int | None, rank: int) -> It
     """
     dynamic = Part(DYNAMIC, store)
     if not world_size:
-        next_one = Part(_STATIC.format(_numbers.next), store)
+        next_one = Part(_STATIC.format(_numbers.next(place)), store)
         if rendezvous.is_static(next_one) or next_one.check([ATTEMPT]):
             raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
         yield DYNAMIC
         return
     if rendezvous.has_met(dynamic) and has_members(dynamic):
         raise TelegradError(rendezvous.STATIC_AND_DYNAMIC)
-    with _numbers.joining(place, world_size, rank) as number:
+    with _numbers.joining(place, place or f"store {id(store)}", world_size, rank) as number:
         yield _STATIC.format(number)
 
 
 def join_open_part(
     store: Store,
+    place: str,
     prefix: str,
     join: Callable[[Part, int, int | None], T],
     rank: int,
@@ -105,6 +111,7 @@ def join_open_part(
 
     Args:
         store: the store.
+        place: as for `prefix_of`.
         prefix: of the first part.
         join: joins in a part, with the rank and the world size.
         rank, world_size: of the worker.
@@ -121,5 +128,5 @@ def join_open_part(
         except rendezvous.GroupEnded:
             number += 1
             continue
-        _numbers.use(number)
+        _numbers.use(place, number)
         return joined

@@ -113,8 +113,8 @@ def init_rpc(
     if store is None:
         join_at(name, options, rank, world_size, begin, ranks_needed=as_torch)
         return
-    with prefix_of(store, f"store {id(store)}", world_size, rank) as prefix:
-        join_open_part(store, prefix, begin, rank, world_size)
+    with prefix_of(store, "", world_size, rank) as prefix:
+        join_open_part(store, "", prefix, begin, rank, world_size)
 
 
 def check_identity(name: str, rank: int, world_size: int | None) -> None:
