@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cancellation_helpers import Log
 
 from telegrad import rpc
 from telegrad.errors import Cancelled, RpcTimeout
@@ -373,3 +374,21 @@ def test_a_stopped_handler_releases_its_arguments_without_the_garbage_collector(
         eventually(lambda: held.value[0]() is None)
     finally:
         gc.enable()
+
+
+def compute(log: Local[Log]) -> None:
+    log.value.begin()
+    eventually(rpc.cancelled)
+    log.value.lines.append("canceled")
+
+
+async def computes_in_thread(log: Local[Log]) -> None:
+    await asyncio.to_thread(compute, log)
+
+
+def test_a_thread_of_a_canceled_coroutine_asks() -> None:
+    log = Log()
+    future = rpc.rpc_async("w1", computes_in_thread, (log.local,))
+    log.wait_for_begin()
+    assert future.cancel()
+    log.expect("begun", "canceled")

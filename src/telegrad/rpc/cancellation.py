@@ -3,6 +3,7 @@
 import time
 
 from telegrad.worker.scope import current, not_needed
+from telegrad.worker.serving.event_loop import coroutine_is_canceled
 
 __all__ = ["cancelled"]
 
@@ -12,8 +13,8 @@ def cancelled() -> bool:
 
     The caller has canceled the call, its process is lost, or the deadline of the request has passed. A function that
     takes long asks this between two steps and returns early; its result is dropped. ``async def`` functions need not
-    ask: they get ``asyncio.CancelledError``. In a generator of `telegrad.rpc.stream`, it is True once the reader has
-    closed the stream. It costs about a microsecond.
+    ask: they get ``asyncio.CancelledError``. What they run with ``asyncio.to_thread`` does ask. In a generator of
+    `telegrad.rpc.stream`, it is True once the reader has closed the stream. It costs about a microsecond.
 
     Returns:
         Always False outside of remote calls, in callbacks, and while `telegrad.rpc.remote` creates a value, because
@@ -37,6 +38,8 @@ def cancelled() -> bool:
         return False
     if scope.deadline and time.monotonic_ns() >= scope.deadline:
         scope.worker.engine.mark_late(scope.connection, scope.call)  # the reply may arrive before the caller notices
+        return True
+    if coroutine_is_canceled():  # its request has ended
         return True
     is_not_needed = not_needed.get()
     if is_not_needed is not None:  # of a stream, or of a call with a retry

@@ -23,7 +23,7 @@ from telegrad.worker.calls.tracing import Recording, recording
 from telegrad.worker.scope import Autocast, Scope, caller_flags, caller_state, current
 from telegrad.worker.serving.torch_state import CoroutineTorchState
 
-__all__ = ["DeferredRequest", "EventLoop"]
+__all__ = ["DeferredRequest", "EventLoop", "coroutine_is_canceled"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -71,16 +71,28 @@ class _StateSwapped(Coroutine[object, object, object]):
 
 
 class _Lifetime:
-    """Whether a handler has ended; apart from its job, whose context refers to this."""
+    """Whether a handler was canceled or has ended.
 
-    __slots__ = ("has_ended",)
+    Apart from its job: the context of that refers to this.
+    """
+
+    __slots__ = ("has_ended", "is_canceled")
 
     def __init__(self) -> None:
-        self.has_ended = False
+        self.has_ended = self.is_canceled = False
 
 
 _handler: ContextVar[_Lifetime | None] = ContextVar("telegrad_handler", default=None)
 """Lifetime of the handler that runs, or that has made the running task."""
+
+
+def coroutine_is_canceled() -> bool:
+    """Return whether the coroutine of this context was canceled.
+
+    True also in the tasks and threads that the coroutine has started, and after its end.
+    """
+    lifetime = _handler.get()
+    return lifetime is not None and lifetime.is_canceled
 
 
 class _TaskOfHandler(_StateSwapped):
@@ -175,7 +187,7 @@ class _Job:
         """Cancel the coroutine once, in the loop's thread."""
         if self.canceled:
             return
-        self.canceled = True
+        self.canceled = self.lifetime.is_canceled = True
         if self.started and self.task is not None:
             self.task.cancel()
 
