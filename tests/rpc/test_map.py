@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from map_helpers import identity, later, mapping, me, notes
+from map_helpers import identity, later, me, notes
 
 from telegrad import rpc
 from telegrad.errors import RemoteError
+from telegrad.rpc import map_callee
 from telegrad.rpc.functions import async_execution
 from telegrad.rpc.map_items import Source
 from telegrad.testing import Gate
@@ -163,24 +164,24 @@ def test_a_result_that_is_no_future() -> None:
 def test_chunks_grow_while_items_are_cheap(chunk_sizes: list[int]) -> None:
     assert list(rpc.map("w1", identity, range(20_000))) == list(range(20_000))
     assert chunk_sizes[0] == 1
-    assert all(b <= mapping.GROWTH * a for a, b in itertools.pairwise(chunk_sizes[:3]))
+    assert all(b <= map_callee.GROWTH * a for a, b in itertools.pairwise(chunk_sizes[:3]))
     assert max(chunk_sizes) > 100
     assert sum(chunk_sizes) == 20_000
 
 
 def test_size_by_duration() -> None:
-    callee = mapping._Callee(rpc.get_worker_info("w1"))
+    callee = map_callee.Callee(rpc.get_worker_info("w1"))
     callee.adapt(([0] * 10, 10, None))
-    assert callee.size == 10 * mapping.GROWTH
-    callee.adapt(([0] * 10, 10 * mapping.CHUNK_TIME, None))
+    assert callee.size == 10 * map_callee.GROWTH
+    callee.adapt(([0] * 10, 10 * map_callee.CHUNK_TIME, None))
     assert callee.size == 1
-    callee.adapt(([0] * 10, mapping.CHUNK_TIME // 2, None))
+    callee.adapt(([0] * 10, map_callee.CHUNK_TIME // 2, None))
     assert callee.size == 20
-    callee.adapt(([0] * mapping.MOST_ITEMS, 1, None))
-    assert callee.size == mapping.MOST_ITEMS
+    callee.adapt(([0] * map_callee.MOST_ITEMS, 1, None))
+    assert callee.size == map_callee.MOST_ITEMS
     callee.adapt(([0] * 1000, None, None))
-    assert callee.size == mapping.MOST_DEFERRED
-    callee.adapt(([bytes(mapping.CHUNK_BYTES // 2)] * 100, 1, None))
+    assert callee.size == map_callee.MOST_DEFERRED
+    callee.adapt(([bytes(map_callee.CHUNK_BYTES // 2)] * 100, 1, None))
     assert callee.size == 2
     callee.adapt(([], 1, b"error"))
     assert callee.size == 2
@@ -198,9 +199,9 @@ def test_chunks_are_bounded_by_bytes(make: Any) -> None:
 @pytest.mark.parametrize("make", [torch.empty, lambda n: [torch.empty(n)], lambda n: {1: "x" * 4 * n}])
 def test_an_item_that_is_expensive_to_copy_ends_its_chunk(make: Any) -> None:
     source = Source(map(make, [1, 20_000, 20_000, 1, 1]), lambda item: [item])
-    chunks = [source.take(6, mapping.CHUNK_BYTES) for _ in range(3)]
+    chunks = [source.take(6, map_callee.CHUNK_BYTES) for _ in range(3)]
     assert [len(chunk) for chunk in chunks] == [2, 1, 2]
-    callee = mapping._Callee(rpc.get_worker_info())
+    callee = map_callee.Callee(rpc.get_worker_info())
     callee.adapt((list(map(make, [1, 20_000])), 1, None))
     assert callee.size == 1
 

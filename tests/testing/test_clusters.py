@@ -15,7 +15,7 @@ import torch
 from torch.distributed import HashStore
 
 from telegrad import rpc
-from telegrad.errors import NotInitialized, UnknownWorker, WorkerLost
+from telegrad.errors import NotInitialized, WorkerLost
 from telegrad.testing import Cluster, Gate, LeakError, Local, ResourceSnapshot, cluster, eventually
 from telegrad.worker import live_workers
 from telegrad.worker import worker as worker_module
@@ -76,7 +76,7 @@ def test_dynamic_groups_grow() -> None:
         newcomer = rpc.Worker("late", store=group.store)
         assert rpc.rpc_sync("late", here) == "late"
         newcomer.shutdown()
-        with pytest.raises(UnknownWorker):
+        with pytest.raises(WorkerLost, match="late is lost: it left the group"):
             rpc.rpc_sync("late", here)
 
 

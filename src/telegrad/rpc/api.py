@@ -345,6 +345,12 @@ def _refuse_in_handlers(graceful: bool) -> None:
         )
 
 
+def _close_streams(worker: Worker) -> None:
+    """Close the streams, all of them without a thread that waits."""
+    if (streams := Streams.existing(worker)) is not None:
+        streams.close()
+
+
 def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
     interrupted = False
     try:
@@ -352,8 +358,7 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
             budget = SharedDeadline(timeout)
             # All live workers are here and agree on the lost ones. A gathering alone cannot establish that.
             worker.shutdown.run(timeout, last=False)
-            if (streams := Streams.existing(worker)) is not None:
-                streams.close()  # only streams that no thread reads are left
+            _close_streams(worker)
             try:
                 _wait_all_workers(min(timeout, budget.left()))
             except LostWhileGathering:
@@ -363,7 +368,7 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
             worker.shutdown.run(budget.left(), last=True)
         elif graceful:
             budget = SharedDeadline(timeout)
-            if not leave_dynamic(worker, budget):
+            if not leave_dynamic(worker, budget, lambda: _close_streams(worker)):
                 raise ShutdownTimeout(timeout)
             worker.references.release_all(min(budget.left() or _LEAVE_RELEASE_TIMEOUT, _LEAVE_RELEASE_TIMEOUT))
     except KeyboardInterrupt:

@@ -15,9 +15,9 @@ from telegrad.rpc.calls import NOT_CALLABLE
 from telegrad.rpc.chunks import Reply, run_chunk
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rpc.copies import Copier
-from telegrad.rpc.map_items import COPIED, SMALL, Source, nbytes
+from telegrad.rpc.map_callee import CHUNK_BYTES, Callee
+from telegrad.rpc.map_items import Source
 from telegrad.rpc.progress import find_bar
-from telegrad.serialize.copies import IMMUTABLE
 from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.function_names import NotByName
 from telegrad.serialize.tracebacks import is_of_signal_handler, strip_own_frames
@@ -37,11 +37,6 @@ __all__ = ["map"]
 A = TypeVar("A")
 T = TypeVar("T")
 
-CHUNK_TIME = 1_500_000  # ns that a chunk aims at: a message and the wake of a thread are then a few percent
-CHUNK_BYTES = 4 << 20  # the copy of that many bytes takes about as long
-MOST_ITEMS = 8192  # of a chunk; more would not be faster, and the first result of a chunk comes with its last
-MOST_DEFERRED = 64  # coroutines or futures of a chunk: all run at once, and share the connections that they use
-GROWTH = 4  # most times that a chunk has the items of the one before: the items may differ
 IN_FLIGHT = 2  # chunks per worker: it runs one while the other travels
 REORDER = 4  # times `in_flight` chunks that wait for one before them, if there are several workers
 
@@ -150,7 +145,8 @@ def map(
     many = [workers] if isinstance(workers, (str, int, WorkerInfo)) else list(workers)
     if not many:
         raise ValueError("rpc.map needs at least one worker: pass a worker, or a sequence of workers")
-    callees = [_Callee(info) for info in {i.id: i for i in (worker.members.resolve(to) for to in many)}.values()]
+    find = worker.members.resolve if retry is None else worker.members.resolve_any
+    callees = [Callee(info) for info in {i.id: i for i in (find(to) for to in many)}.values()]
     source = Source(items, Copier(worker).copy)
     bar = find_bar() if progress else None
     results = _Mapping(worker, callees, func, source, chunk, in_flight or IN_FLIGHT, ordered, timeout, retry).results()
@@ -162,33 +158,6 @@ def _check_integer(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name} of rpc.map has to be an integer of at least {least}, and is {value!r}")
 
 
-class _Callee:
-    """Worker that runs chunks."""
-
-    def __init__(self, info: WorkerInfo) -> None:
-        self.info = info
-        self.running = 0  # chunks
-        self.size = 1  # items of the next chunk
-        self.lost = False
-
-    def adapt(self, reply: Reply) -> None:
-        """Set the size of the next chunk by the duration of one."""
-        results, duration, _ = reply
-        count = len(results)
-        if not count:
-            return
-        size, most = GROWTH * count, MOST_ITEMS
-        if duration is None:
-            most = MOST_DEFERRED
-        else:
-            size = min(size, CHUNK_TIME * count // max(duration, 1))
-        if type(results[-1]) not in SMALL:
-            bytes_each = max(nbytes(results[-1]), 1)
-            is_copied = type(results[-1]) not in IMMUTABLE
-            size = 1 if is_copied and bytes_each > COPIED else min(size, CHUNK_BYTES // bytes_each)
-        self.size = max(1, min(size, most))
-
-
 class _Chunk:
     """Some consecutive items, and the call that runs them."""
 
@@ -196,7 +165,7 @@ class _Chunk:
         self.start = start
         self.items = items
         self.retries = retries  # left
-        self.callee: _Callee | None = None  # while the call is running
+        self.callee: Callee | None = None  # while the call is running
         self.future: CallFuture[Reply] | None = None
         self.unsent: Exception | None = None  # why there is no call
 
@@ -235,7 +204,7 @@ class _Mapping:
     def __init__(
         self,
         worker: Worker,
-        callees: list[_Callee],
+        callees: list[Callee],
         function: Callable[[Any], object],
         source: Source,
         size: int | None,
@@ -301,10 +270,10 @@ class _Mapping:
             if items:
                 self._send(_Chunk(start, items, self._retry.attempts - 1 if self._retry else 0), callee)
 
-    def _freest(self) -> _Callee | None:
+    def _freest(self) -> Callee | None:
         return min((each for each in self._callees if not each.lost), key=lambda each: each.running, default=None)
 
-    def _send(self, chunk: _Chunk, callee: _Callee) -> None:
+    def _send(self, chunk: _Chunk, callee: Callee) -> None:
         """Send a chunk, up to the first item that cannot be sent."""
         try:
             self._start(chunk, callee)
@@ -312,6 +281,11 @@ class _Mapping:
         except BaseException as error:
             if chunk.future is not None:
                 chunk.future._abandon()
+            if _is_loss(error) and chunk.retries and self._retry is not None and self._retry.covers(error):
+                callee.lost = True
+                self._pending.append(chunk)
+                self._move(chunk, callee)
+                return
             if not isinstance(error, Exception) or is_of_signal_handler(error):
                 raise
             if len(chunk.items) == 1 or isinstance(error, NotInitialized):
@@ -324,7 +298,7 @@ class _Mapping:
             if self._pending[-1].unsent is None:
                 self._send(_Chunk(chunk.start + half, chunk.items[half:], chunk.retries), callee)
 
-    def _start(self, chunk: _Chunk, callee: _Callee) -> None:
+    def _start(self, chunk: _Chunk, callee: Callee) -> None:
         calls, arguments = self._worker.calls, (self._function, chunk.items, self._worker.info.id)
         call = (callee.info.id, run_chunk, arguments, None, calls.timeout(self._timeout))
         sent: list[CallFuture[Reply]] = []
@@ -337,14 +311,14 @@ class _Mapping:
                 future._abandon()
             raise
 
-    def _follow(self, chunk: _Chunk, callee: _Callee, future: CallFuture[Reply]) -> None:
+    def _follow(self, chunk: _Chunk, callee: Callee, future: CallFuture[Reply]) -> None:
         chunk.future = future
         chunk.callee = callee
         callee.running += 1
         if not self._ordered:
             _add_done_callback(chunk.future, lambda _: self._completed.put(None))
 
-    def _send_again(self, chunk: _Chunk, callee: _Callee, attempts: int) -> None:
+    def _send_again(self, chunk: _Chunk, callee: Callee, attempts: int) -> None:
         """Send a chunk to its worker again after a pause, more often if it stays lost."""
         assert self._retry is not None
         pause = self._retry.pause(self._retry.attempts - chunk.retries)
@@ -398,17 +372,32 @@ class _Mapping:
                     if self._retry.covers(error):  # raised by the function
                         self._send_again(chunk, callee, 1)
                 continue
-            if isinstance(error, WorkerLost) and not isinstance(error, RemoteError):
+            if _is_loss(error):
                 callee.lost = True
             if not chunk.retries or self._retry is None or not self._retry.covers(error):
                 continue
             future._mark_read()
+            self._move(chunk, callee)
+
+    def _move(self, chunk: _Chunk, callee: Callee) -> None:
+        """Send a chunk of a lost worker to another one.
+
+        Without another one, it is sent to the same one later.
+        """
+        while chunk.retries:
             other = self._freest()
-            if other is not None:
-                chunk.retries -= 1
-                self._start(chunk, other)
-            else:
+            if other is None:
                 self._send_again(chunk, callee, chunk.retries)
+                return
+            chunk.retries -= 1
+            try:
+                self._start(chunk, other)
+            except WorkerLost as error:
+                other.lost = True
+                if not chunk.retries:
+                    chunk.future, chunk.unsent = None, error
+            else:
+                return
 
     def _take(self, chunk: _Chunk) -> tuple[list[Any], BaseException | None]:
         """Return the results of a chunk that is done, and the error that ended it early."""
@@ -429,6 +418,11 @@ class _Mapping:
         failure = unpack_exception(packed, self._worker.messages.gate)
         failure.add_note(f"in rpc.map of {self._label}, at item {chunk.start + len(values)}")
         return values, failure
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Return whether the worker of a call is lost, or has left."""
+    return isinstance(error, WorkerLost) and not isinstance(error, RemoteError)
 
 
 def _renamed(text: Any, name: str) -> Any:

@@ -440,6 +440,11 @@ class Receiver:
         self.lock, self._changed, self._flushing = threading.Lock(), None, None
         self.stop(error)
 
+    @property
+    def has_reader(self) -> bool:
+        """Whether a thread or task waits for an item."""
+        return self._reader is not None
+
     def idle_call(self) -> tuple[object, ...] | None:
         """Identify the request in progress; None without one, or if it is awaited."""
         return ("pull", self._number, self._pulls) if self._is_pulling and self._reader is None else None

@@ -38,6 +38,9 @@ class AnyReceiver(Protocol):
 
     def detach_after_fork(self, error: Exception) -> None: ...
 
+    @property
+    def has_reader(self) -> bool: ...
+
 
 class Streams:
     """Table of the open streams of a worker.
@@ -67,6 +70,7 @@ class Streams:
             if found is created:
                 worker.members.listeners.append(created._close_lost)
                 worker.passive_work.append(created._passive_work)
+                worker.waiting_readers.append(created._waiting_readers)
                 worker.on_close.append(created.close)
                 worker.on_fork.append(created.detach_after_fork)
         return found
@@ -134,6 +138,9 @@ class Streams:
         calls = [receiver.idle_call() for receiver in list(self.receivers.values())]
         runs = [producer.current_run() for producer in list(self.producers.values())]
         return {work for work in (*calls, *runs) if work is not None}
+
+    def _waiting_readers(self) -> int:
+        return sum(receiver.has_reader for receiver in list(self.receivers.values()))
 
     def close(self) -> None:
         """Close all streams; generators run their ``finally`` blocks in this thread."""

@@ -100,6 +100,7 @@ class Worker(MemberChanges):
         self.ready: threading.Event = threading.Event()  # set once all members are known: requests may run
         self.attachments: dict[str, Any] = {}  # objects of the higher layers for this worker
         self.passive_work: list[Callable[[], set[object]]] = []  # calls and requests that a shutdown ignores
+        self.waiting_readers: list[Callable[[], int]] = []  # counts of threads and tasks that a shutdown waits for
         self.on_close: list[Callable[[], object]] = []  # called once the engine has stopped
         self.on_fork: list[Callable[[], object]] = []  # called in a forked child
         self.members: Members = Members(info, self._read_store)

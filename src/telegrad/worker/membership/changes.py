@@ -59,7 +59,7 @@ class MemberChanges:
         member = self.members.get(worker_id)
         incarnation = self.members.connected.get(worker_id, 0 if member is None else member.incarnation)
         self.remembered_runs.forget_caller(incarnation)
-        self.members.retire(worker_id)
+        self.members.retire(worker_id, reason)
         self.engine.disconnect(worker_id, reason, incarnation)
         self._release_peer(worker_id, reason, gone=True)
         lifecycle_log.peer_left(self, worker_id, reason)

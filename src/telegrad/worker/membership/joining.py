@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from telegrad.errors import TelegradError, WorkerLost
 from telegrad.group.group_store import group_store_of
@@ -338,10 +338,15 @@ def _ping() -> None:
     """Do nothing; a newcomer connects with a call of this."""
 
 
-def leave_dynamic(worker: Worker, budget: SharedDeadline) -> bool:
+def leave_dynamic(worker: Worker, budget: SharedDeadline, on_drained: Callable[[], object]) -> bool:
     """Leave the group after all pending work.
 
     No further calls get to this worker; at the end, the members disconnect.
+
+    Args:
+        worker: The worker.
+        budget: Limit of the whole.
+        on_drained: Called when no work is pending, before the members know.
 
     Returns:
         False if work was still pending after the limit. Then the worker is still connected: its pending calls fail when
@@ -360,6 +365,7 @@ def leave_dynamic(worker: Worker, budget: SharedDeadline) -> bool:
         )
     if not worker.shutdown.drain(budget.left()):
         return False
+    on_drained()
     gone = threading.Event()
 
     def check() -> None:

@@ -9,7 +9,10 @@ from telegrad.errors import UnknownWorker, WorkerLost
 from telegrad.group.rendezvous import Member
 from telegrad.types import WorkerInfo
 
-__all__ = ["MAX_RETIRED", "Members", "NotAWorker"]
+__all__ = ["LEFT", "MAX_RETIRED", "Members", "NotAWorker"]
+
+LEFT = "it left the group"
+"""Reason of the end of a worker that has shut down."""
 
 MAX_RETIRED = 4096
 """Workers that have left a dynamic group and are remembered, for messages."""
@@ -37,7 +40,7 @@ class Members:
         self.connected: dict[int, int] = {}  # incarnations of the workers with an open connection
         self._info = info
         self._refresh = refresh
-        self._ends: dict[str | int, tuple[WorkerInfo, str]] = {}  # workers that died in a dynamic group, and the reason
+        self._ends: dict[str | int, tuple[WorkerInfo, str]] = {}  # of retired workers: info, and why they are gone
         self._members: dict[int, Member] = {}
         self._retired: dict[int, str] = {}  # ids and names of workers that have left the group, the first one first
         self._incarnations: dict[int, int] = {}  # of the newest known processes
@@ -68,12 +71,14 @@ class Members:
             self._ends.pop(member.id, None)
         return replaced or was_retired
 
-    def retire(self, worker_id: int, death: str = "") -> None:
+    def retire(self, worker_id: int, reason: str = LEFT) -> None:
         """Remove a worker from the names that calls may use; keep its name for messages.
+
+        Calls to the worker raise `WorkerLost` from now on.
 
         Args:
             worker_id: Id of the worker.
-            death: Reason of its death; calls to the worker then raise `WorkerLost`. By default it has left.
+            reason: Why it is gone; by default it has left.
         """
         with self._lock:
             member = self._members.pop(worker_id, None)
@@ -81,9 +86,8 @@ class Members:
                 self.by_key.pop(member.name, None)
                 self.by_key.pop(worker_id, None)
                 self._retired[worker_id] = member.name
-                if death:
-                    end = WorkerInfo(member.name, worker_id), death
-                    self._ends[member.name] = self._ends[worker_id] = end
+                end = WorkerInfo(member.name, worker_id), reason
+                self._ends[member.name] = self._ends[worker_id] = end
             while len(self._retired) > MAX_RETIRED:
                 self._forget(next(iter(self._retired)))
 
@@ -130,7 +134,7 @@ class Members:
         Raises:
             ValueError: `to` is none of these.
             UnknownWorker: There is no such worker.
-            WorkerLost: The worker died.
+            WorkerLost: The worker died, or has left.
         """
         if isinstance(to, WorkerInfo):
             to = to.id
@@ -153,7 +157,7 @@ class Members:
         Raises:
             NotAWorker: `to` is neither a name, an id nor an info.
             UnknownWorker: There is no such worker.
-            WorkerLost: The worker died.
+            WorkerLost: The worker died, or has left.
         """
         if to is None:
             return self._info
@@ -162,7 +166,7 @@ class Members:
         return self.resolve(to)
 
     def resolve_any(self, to: object) -> WorkerInfo:
-        """Return a worker as `resolve` does, also one that died."""
+        """Return a worker as `resolve` does, also one that died or has left."""
         try:
             return self.resolve(to)
         except WorkerLost:

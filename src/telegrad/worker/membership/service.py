@@ -40,7 +40,7 @@ from telegrad.types import WorkerInfo
 from telegrad.waits import wait_for
 from telegrad.wire import Tag
 from telegrad.worker.membership.events import GroupEvents
-from telegrad.worker.membership.members import Members
+from telegrad.worker.membership.members import LEFT, Members
 from telegrad.worker.membership.store_outage import StoreOutage
 
 __all__ = ["MembershipService"]
@@ -149,7 +149,7 @@ class MembershipService:
             self._confirm(peer)
             return
         if phase == DRAINED:
-            self._worker.remove_member(peer, "it left the group")
+            self._worker.remove_member(peer, LEFT)
             return
         self._askers.append((peer, epoch))
         self._wake.set()
@@ -438,7 +438,7 @@ class MembershipService:
         elif not worker.static:  # a static group keeps the name; the goodbye has ended its connections
             worker.members.retire(member.id)
             if member.id not in worker.members.connected and member.id not in worker.members.lost:
-                worker.remove_member(member.id, "it left the group")
+                worker.remove_member(member.id, LEFT)
         self.events.add(event)
 
     def _apply_to_self(self, event: Event) -> None:

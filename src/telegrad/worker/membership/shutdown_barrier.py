@@ -5,7 +5,7 @@ A static group shuts down in two stages: first all work ends, then all reference
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ from telegrad.types import WorkerInfo
 from telegrad.waits import wait_for
 from telegrad.wire import Tag
 from telegrad.worker import lifecycle_log
+from telegrad.worker.calls.interceptors import is_internal
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.membership.members import Members
 from telegrad.worker.timers import Timers
@@ -167,6 +168,19 @@ class ShutdownBarrier:
             self._send(message.to, _write(message.message))
 
 
+class _Deferred(Protocol):
+    """Request with a deferred result (`worker.serving.event_loop.DeferredRequest`)."""
+
+    @property
+    def handler(self) -> object: ...
+
+
+class _Handlers(Protocol):
+    """Handlers of a worker (`telegrad.worker.serving.handlers.Handlers`)."""
+
+    def deferred_requests(self) -> Mapping[tuple[int, int], _Deferred]: ...
+
+
 class _Host(Protocol):
     """Worker that shuts down."""
 
@@ -179,6 +193,10 @@ class _Host(Protocol):
     closed: bool
     fenced: str
     passive_work: list[Callable[[], set[object]]]
+    waiting_readers: list[Callable[[], int]]
+
+    @property
+    def handlers(self) -> _Handlers: ...
 
     def ensure_connected(self, peers: Iterable[int]) -> None: ...
 
@@ -219,6 +237,13 @@ class GracefulShutdown:
         for find, passive in zip(worker.passive_work, before, strict=False):
             pending -= len(passive & find())  # in progress when the engine counted
         return stats["requests"], pending
+
+    def _deferred(self) -> int:
+        """Return the number of requests with a deferred result, and of waiting readers."""
+        worker = self._worker
+        # A request for further items of a stream ends with the stream.
+        requests = [each for each in worker.handlers.deferred_requests().values() if not is_internal(each.handler)]
+        return len(requests) + sum(count() for count in worker.waiting_readers)
 
     def set_members(self, members: Sequence[int]) -> None:
         """Set the other workers of a static group. Called before any worker can shut down."""
@@ -290,11 +315,14 @@ class GracefulShutdown:
     def drain(self, timeout: float) -> bool:
         """Wait until no call and no request is pending; return False on timeout.
 
+        Requests with a deferred result are pending, too: their callers do not shut down with this worker. So are the
+        threads and tasks of this worker that wait for an item of a stream.
+
         Args:
             timeout: Limit in seconds; 0 for none.
         """
         deadline = time.monotonic() + timeout if timeout else None
-        while self._activity()[1]:
+        while self._activity()[1] or self._deferred():
             if deadline is not None and time.monotonic() >= deadline:
                 return False
             self._never_set.wait(_DRAIN_STEP)
