@@ -392,3 +392,32 @@ def test_a_thread_of_a_canceled_coroutine_asks() -> None:
     log.wait_for_begin()
     assert future.cancel()
     log.expect("begun", "canceled")
+
+
+loops: list[asyncio.Task[None]] = []  # tasks that outlive their handlers
+
+
+async def starts_loop(log: Local[Log]) -> None:
+    async def serve() -> None:
+        while "go on" not in log.value.lines:
+            await asyncio.sleep(0.001)
+        log.value.lines.append(f"canceled: {rpc.cancelled()}, {await asyncio.to_thread(rpc.cancelled)}")
+
+    loops.append(asyncio.get_running_loop().create_task(serve()))
+    log.value.begin()
+    await asyncio.sleep(60)
+
+
+def test_a_task_that_outlives_a_canceled_coroutine_goes_on() -> None:
+    log = Log()
+    future = rpc.rpc_async("w1", starts_loop, (log.local,))
+    log.wait_for_begin()
+    assert future.cancel()
+    eventually(lambda: not rpc.rpc_sync("w1", pending_handlers))
+    log.lines.append("go on")
+    log.expect("begun", "go on", "canceled: False, False")
+    loops.clear()
+
+
+def pending_handlers() -> int:
+    return rpc.debug_info().counts.deferred_requests

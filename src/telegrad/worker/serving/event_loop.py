@@ -89,7 +89,7 @@ _handler: ContextVar[_Lifetime | None] = ContextVar("telegrad_handler", default=
 def coroutine_is_canceled() -> bool:
     """Return whether the coroutine of this context was canceled.
 
-    True also in the tasks and threads that the coroutine has started, and after its end.
+    True also in the threads that the coroutine has started, and after its end. A task that outlives it is not canceled.
     """
     lifetime = _handler.get()
     return lifetime is not None and lifetime.is_canceled
@@ -98,7 +98,8 @@ def coroutine_is_canceled() -> bool:
 class _TaskOfHandler(_StateSwapped):
     """Coroutine of a task that a handler has made, which may outlive the handler.
 
-    The deadline of the request ends with it: a batching loop that the first request starts serves the later ones, too.
+    The deadline and the cancellation of the request end with it: a batching loop that the first request starts serves
+    the later ones, too.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class _TaskOfHandler(_StateSwapped):
     ) -> None:
         super().__init__(coroutine, state)
         self._handler = handler
-        self._has_deadline = True
+        self._is_of_request = True
 
     def send(self, value: object) -> object:
         self._check_handler()
@@ -117,9 +118,10 @@ class _TaskOfHandler(_StateSwapped):
         return super().throw(*error)
 
     def _check_handler(self) -> None:
-        """Leave the deadline, in the context of the task, if the handler has ended."""
-        if self._has_deadline and self._handler.has_ended:
-            self._has_deadline = False
+        """Leave the request, in the context of the task, if the handler has ended."""
+        if self._is_of_request and self._handler.has_ended:
+            self._is_of_request = False
+            _handler.set(None)
             scope = current.get()
             if scope is not None:
                 current.set(scope._replace(deadline=0))
@@ -187,7 +189,8 @@ class _Job:
         """Cancel the coroutine once, in the loop's thread."""
         if self.canceled:
             return
-        self.canceled = self.lifetime.is_canceled = True
+        self.canceled = True
+        self.lifetime.is_canceled = not self.lifetime.has_ended
         if self.started and self.task is not None:
             self.task.cancel()
 
