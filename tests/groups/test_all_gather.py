@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from telegrad import rpc
-from telegrad.errors import TelegradError, WorkerLost
+from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
 from telegrad.protocols.membership import incarnation_of
 from telegrad.rpc import Worker, collectives
 from telegrad.rpc.api import _all_gather
 from telegrad.rpc.collectives import LeftWhileGathering, LostWhileGathering, gathering_of
 from telegrad.rpc.gathering import Gathering
-from telegrad.testing import Cluster, cluster, eventually, faults, run_all
+from telegrad.testing import Cluster, Gate, cluster, eventually, faults, run_all
 
 TIMEOUT = 20.0  # s
 SOON = 0.2  # s; of waits that are meant to end
@@ -345,3 +345,17 @@ def test_sets_of_workers_are_checked() -> None:
             with pytest.raises(ValueError, match="workers is empty"):
                 operation([])
             operation(name for name in ["w0", "w0"])
+
+
+def test_a_value_that_arrives_late_reaches_the_leader() -> None:
+    """The follower no longer waits, but the leader does."""
+    with cluster(2, rpc.Options(num_worker_threads=1, rpc_timeout=0.2)) as group:
+        gate = Gate()
+        busy = group[1].rpc_async("w0", gate.enter, timeout=0)
+        gate.wait_for()
+        with group[1], pytest.raises(RpcTimeout, match="a group operation on w0"):
+            _all_gather("late")
+        gate.open()
+        busy.wait()
+        with group[0]:
+            assert _all_gather("leader") == {"w0": "leader", "w1": "late"}

@@ -5,14 +5,15 @@ to each.
 """
 
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from torch.futures import Future
 
-from telegrad.errors import TelegradError, WorkerLost
+from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
 from telegrad.protocols.membership import ordinal_of
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rpc.gathering import AllGatherStates, Gathering, OperationId, ordinals_of, text_of
@@ -152,6 +153,28 @@ def _lead(
             gathering.finish(op)
 
 
+def _give(
+    worker: Worker, leader: str, gather_to_leader: Callable[..., object], args: Sequence[object], timeout: float
+) -> Any:
+    """Send the value to the leader, and return its reply.
+
+    The request has no deadline, which the leader would drop when it is late: the leader waits for the value.
+
+    Raises:
+        RpcTimeout: There is no reply within the timeout.
+    """
+    until = time.monotonic() + timeout if timeout else math.inf
+    call = worker.start_internal(worker.members.resolve(leader).id, gather_to_leader, args, 0)
+    check_blocking("a group operation", "`await asyncio.to_thread(...)` for it")
+    replied = threading.Event()
+    call._on_done(lambda _: replied.set())
+    left = None if timeout == 0 else max(until - time.monotonic(), 0.0)
+    if not wait_for(replied, left):
+        call._mark_read()
+        raise RpcTimeout(timeout, f"a group operation on {leader}")
+    return call.wait()
+
+
 def _follow(
     worker: Worker,
     purpose: str,
@@ -166,9 +189,7 @@ def _follow(
     op, state, _ = gathering.begin(names, purpose)
     try:
         if state.failure is None:
-            newest = worker.start_internal(
-                worker.members.resolve(leader).id, gather_to_leader, (str(op), me, value, names), timeout
-            ).wait()
+            newest = _give(worker, leader, gather_to_leader, (str(op), me, value, names), timeout)
             if newest is not None and state.failure is None:
                 gathering.receive_ordinals(op.key, ordinals_of(newest))
                 return None
