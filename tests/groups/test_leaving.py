@@ -182,3 +182,31 @@ def test_a_reader_between_two_requests_counts(group: Cluster) -> None:
     leaving._worker.waiting_readers.append(lambda: 1)
     with pytest.raises(ShutdownTimeout):
         leaving.shutdown(timeout=0.1)
+
+
+class EncodedSlowly:
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._step.begun.set()
+        assert self._step.go_on.wait(10)
+        return int, (7,)
+
+
+async def gives_slowly(step: Local[Step]) -> object:
+    return EncodedSlowly(step.value)
+
+
+def test_a_worker_that_leaves_waits_until_a_deferred_result_is_sent(group: Cluster) -> None:
+    step, leaving = Step(), rpc.Worker("late", store=group.store)
+    future = rpc.rpc_async("late", gives_slowly, (step.local,))
+    assert step.begun.wait(10)
+    shutdown = threading.Thread(target=leaving.shutdown)
+    shutdown.start()
+    shutdown.join(0.3)
+    assert shutdown.is_alive()
+    step.go_on.set()
+    assert future.wait() == 7
+    shutdown.join(10)
+    assert not shutdown.is_alive()

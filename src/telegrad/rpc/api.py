@@ -346,7 +346,7 @@ def _refuse_in_handlers(graceful: bool) -> None:
 
 
 def _close_streams(worker: Worker) -> None:
-    """Close the streams, all of them without a thread that waits."""
+    """Close the streams of a worker whose work has ended: no thread waits for an item."""
     if (streams := Streams.existing(worker)) is not None:
         streams.close()
 

@@ -163,13 +163,12 @@ def _give(
     Raises:
         RpcTimeout: There is no reply within the timeout.
     """
-    until = time.monotonic() + timeout if timeout else math.inf
-    call = worker.start_internal(worker.members.resolve(leader).id, gather_to_leader, args, 0)
     check_blocking("a group operation", "`await asyncio.to_thread(...)` for it")
+    limit = _WaitLimit(timeout or None)
+    call = worker.start_internal(worker.members.resolve(leader).id, gather_to_leader, args, 0)
     replied = threading.Event()
     call._on_done(lambda _: replied.set())
-    left = None if timeout == 0 else max(until - time.monotonic(), 0.0)
-    if not wait_for(replied, left):
+    if not wait_for(replied, limit.left()):
         call._mark_read()
         raise RpcTimeout(timeout, f"a group operation on {leader}")
     return call.wait()

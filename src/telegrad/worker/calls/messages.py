@@ -164,7 +164,7 @@ class Messages:
             if context is not None and (request or recorded):
                 number = self.hooks.on_send(context, peer, recorded or (), request, epoch)
                 made_in = None if number is None else (context, number)
-            if tickets is None and (target, autocast, made_in, headers, trace) == (None,) * 5:
+            if all(field is None for field in (tickets, target, autocast, made_in, headers, trace)):
                 return Encoded(flags, body, segments, ())
             metadata = self._metadata(tickets or (), target, autocast, made_in, trace, headers, ticket, request)
             segments = [*(segments or ()), metadata]

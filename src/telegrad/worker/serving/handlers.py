@@ -282,13 +282,19 @@ class Handlers:
             self._reply_deferred(info, value, None)
 
     def _reply_deferred(self, info: RequestInfo, value: object, error: BaseException | None) -> None:
-        deferred = self._deferred.pop((info.connection, info.call), None)
-        if deferred is not None and deferred.canceled and isinstance(error, Cancelled):
-            self.reply_canceled(info, True)
-        elif error is not None:
-            self.reply_error(info, error)
-        else:
-            self.reply_slow(info, [value])
+        key = info.connection, info.call
+        deferred = self._deferred.get(key)
+        try:
+            if deferred is not None and deferred.canceled and isinstance(error, Cancelled):
+                self.reply_canceled(info, True)
+            elif error is not None:
+                self.reply_error(info, error)
+            else:
+                made = [value]
+                del value
+                self.reply_slow(info, made)
+        finally:
+            self._deferred.pop(key, None)  # afterwards: a worker that leaves waits until the reply is sent
 
     def reply_slow(self, info: RequestInfo, made: list[object]) -> None:
         """Reply with the result in a list, and empty the list.
