@@ -44,7 +44,7 @@ def built(size: int) -> Tensor:
 
 
 def size_of(x: Tensor) -> int:
-    """Sampler a tensor and return almost nothing: for one-way transfers."""
+    """Take a tensor and return almost nothing: for one-way transfers."""
     return x.numel()
 
 

@@ -22,6 +22,7 @@ import psutil
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_END_TIMEOUT = 20.0  # s until killed processes have ended
 
 
 def adopt_orphans() -> None:
@@ -111,7 +112,7 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def end_descendants(keep: Collection[int] = (), seconds: float = 20.0) -> None:
+def end_descendants(keep: Collection[int] = ()) -> None:
     """Kill every descendant of this process and wait for its end.
 
     Processes in `keep`, and their descendants, keep running.
@@ -119,7 +120,7 @@ def end_descendants(keep: Collection[int] = (), seconds: float = 20.0) -> None:
     Raises:
         RuntimeError: A process does not end.
     """
-    until = time.monotonic() + seconds
+    until = time.monotonic() + _END_TIMEOUT
     while True:
         kept = {one for root in keep for one in (root, *descendants(root))}
         rest = [pid for pid in descendants(os.getpid()) if pid not in kept]

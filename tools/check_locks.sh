@@ -12,4 +12,4 @@ check() {
 export -f check
 export venv
 
-find csrc/core -name '*.cc' -print0 | xargs -0 -P 2 -n 4 bash -o pipefail -c 'check "$@"' check
+find csrc/core csrc/memory -name '*.cc' -print0 | xargs -0 -P 2 -n 4 bash -o pipefail -c 'check "$@"' check

@@ -71,10 +71,10 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            outcome: tuple[bool, Any] = True, function(*args)
+            result: tuple[bool, Any] = True, function(*args)
         except Exception as e:
-            outcome = False, f"{type(e).__name__}: {e}"
-        connection.send(outcome)
+            result = False, f"{type(e).__name__}: {e}"
+        connection.send(result)
 
 
 class Group:

@@ -51,7 +51,7 @@ def soak(figures: Mapping[str, Any]) -> str:
     explained = figures["failed by a fault"]
     faults = [(kind, whole(n), whole(explained.get(kind, 0))) for kind, n in figures["faults"].items()]
     operations = [(kind, whole(n)) for kind, n in figures["operations"].items()]
-    outcome = [(key, figures[key]) for key in ("wrong", "lost", "false losses", "other failures")]
+    result = [(key, figures[key]) for key in ("wrong", "lost", "false losses", "other failures")]
     resources = [
         (member, name, one["median"], one["growth"], one["limit"], verdict(one["flat"]))
         for member, found in figures["resources"].items()
@@ -71,7 +71,7 @@ def soak(figures: Mapping[str, Any]) -> str:
             about,
             table(("fault", "tried", "operations that it failed"), faults),
             table(("operation", "right"), operations),
-            table(("outcome", "number"), outcome),
+            table(("result", "number"), result),
             f"Joins: {figures['joins']}, the slowest took {figures['slowest join s']} s."
             + (f" Trouble: {trouble}." if trouble else "")
             + "\n",

@@ -30,9 +30,9 @@ class BytesView {
   std::string_view view_;
 };
 
-bool is_plain(EncodeStatus outcome) {
-  if (outcome == EncodeStatus::kError) throw nb::python_error();
-  return outcome == EncodeStatus::kOk;
+bool is_plain(EncodeStatus status) {
+  if (status == EncodeStatus::kError) throw nb::python_error();
+  return status == EncodeStatus::kOk;
 }
 
 nb::object segment_list(Encoded& encoded) {

@@ -35,13 +35,13 @@ EncodeStatus changed_size(const char* what) {
 }  // namespace
 
 EncodeStatus Encoder::run(PyObject* root, Encoded& out) {
-  if (const EncodeStatus outcome = value(root, 1); outcome != EncodeStatus::kOk) return outcome;
+  if (const EncodeStatus status = value(root, 1); status != EncodeStatus::kOk) return status;
   if (is_basic() && !slots_.empty()) return EncodeStatus::kNotPlain;
   if (tensors_.size() == 0 && slots_.empty()) {
     main_.byte(kNoTables);
   } else {
     if (tensors_overlap()) return EncodeStatus::kNotPlain;
-    if (const EncodeStatus outcome = tables(); outcome != EncodeStatus::kOk) return outcome;
+    if (const EncodeStatus status = tables(); status != EncodeStatus::kOk) return status;
   }
   out.body = nb::steal(main_.take());
   if (!out.body) return EncodeStatus::kError;
@@ -55,7 +55,7 @@ EncodeStatus Encoder::tables() {
   const std::size_t segments_before = segments_.size();
   for (std::size_t slot = 0; slot < slots_.size(); ++slot)  // packing may add slots
     if (slots_[slot].state == Packing::kPending)
-      if (const EncodeStatus outcome = pack(slot, 1); outcome != EncodeStatus::kOk) return outcome;
+      if (const EncodeStatus status = pack(slot, 1); status != EncodeStatus::kOk) return status;
   if (segments_.size() != segments_before && tensors_overlap()) {
     PyErr_SetString(PyExc_TypeError, "a packed value shares tensor memory with the rest of the message");
     return EncodeStatus::kError;
@@ -168,8 +168,8 @@ EncodeStatus Encoder::tuple(PyObject* o, int depth) {
   if (n > 0 && !is_first_visit(o) && !is_small_record(o)) return EncodeStatus::kNotPlain;
   out_->counted(kFixTuple, kFixTuples, kTuple, static_cast<std::uint64_t>(n));
   for (Py_ssize_t i = 0; i < n; ++i)
-    if (const EncodeStatus outcome = value(PyTuple_GET_ITEM(o, i), depth + 1); outcome != EncodeStatus::kOk)
-      return outcome;
+    if (const EncodeStatus status = value(PyTuple_GET_ITEM(o, i), depth + 1); status != EncodeStatus::kOk)
+      return status;
   return EncodeStatus::kOk;
 }
 
@@ -182,7 +182,7 @@ EncodeStatus Encoder::list(PyObject* o, int depth) {
   for (Py_ssize_t i = 0; i < n; ++i) {
     if (PyList_GET_SIZE(o) != n) return changed_size("list");
     const nb::object item = nb::borrow(PyList_GET_ITEM(o, i));
-    if (const EncodeStatus outcome = value(item.ptr(), depth + 1); outcome != EncodeStatus::kOk) return outcome;
+    if (const EncodeStatus status = value(item.ptr(), depth + 1); status != EncodeStatus::kOk) return status;
   }
   return PyList_GET_SIZE(o) == n ? EncodeStatus::kOk : changed_size("list");
 }
@@ -195,8 +195,8 @@ EncodeStatus Encoder::dict(PyObject* o, int depth) {
   PyObject *next_key, *next_item;
   while (PyDict_Next(o, &at, &next_key, &next_item)) {
     const nb::object key = nb::borrow(next_key), item = nb::borrow(next_item);
-    if (const EncodeStatus outcome = value(key.ptr(), depth + 1); outcome != EncodeStatus::kOk) return outcome;
-    if (const EncodeStatus outcome = value(item.ptr(), depth + 1); outcome != EncodeStatus::kOk) return outcome;
+    if (const EncodeStatus status = value(key.ptr(), depth + 1); status != EncodeStatus::kOk) return status;
+    if (const EncodeStatus status = value(item.ptr(), depth + 1); status != EncodeStatus::kOk) return status;
     if (PyDict_GET_SIZE(o) != n || ++written > n) return changed_size("dict");
   }
   return written == n ? EncodeStatus::kOk : changed_size("dict");
@@ -207,8 +207,8 @@ EncodeStatus Encoder::tensor(PyObject* o) {
   if (number == PointerIndex::kAbsent) {
     TensorSpec spec;
     Segment segment;
-    if (const EncodeStatus outcome = codec_.tensors().describe(o, spec, segment); outcome != EncodeStatus::kOk)
-      return outcome;
+    if (const EncodeStatus status = codec_.tensors().describe(o, spec, segment); status != EncodeStatus::kOk)
+      return status;
     for (int i = 0; i < spec.ndim; ++i)
       if (spec.shape[i] < 0 || spec.strides[i] < 0) return EncodeStatus::kNotPlain;
     if (is_recorded()) {
@@ -257,7 +257,7 @@ EncodeStatus Encoder::other(PyObject* o, int depth) {
   }
   // A packed value must follow its dependencies in the table.
   if (packing_)
-    if (const EncodeStatus outcome = pack(slot, depth + 1); outcome != EncodeStatus::kOk) return outcome;
+    if (const EncodeStatus status = pack(slot, depth + 1); status != EncodeStatus::kOk) return status;
   out_->counted(kFixExtensionRef, kFixExtensionRefs, kExtensionRef, slot);
   return EncodeStatus::kOk;
 }
@@ -277,13 +277,13 @@ EncodeStatus Encoder::pack(std::size_t slot, int depth) {
 
   Writer own;
   Writer* const outer = std::exchange(out_, &own);
-  const EncodeStatus outcome = value(packed.ptr(), depth + 1);
+  const EncodeStatus status = value(packed.ptr(), depth + 1);
   out_ = outer;
-  if (outcome == EncodeStatus::kNotPlain) {
+  if (status == EncodeStatus::kNotPlain) {
     PyErr_Format(PyExc_TypeError, "%.200s was packed into a value that is not plain", Py_TYPE(object.ptr())->tp_name);
     return EncodeStatus::kError;
   }
-  if (outcome != EncodeStatus::kOk) return outcome;
+  if (status != EncodeStatus::kOk) return status;
   extension_table_.varint(slot);
   extension_table_.varint(extension.code);
   extension_table_.raw(own.data(), own.size());

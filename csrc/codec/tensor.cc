@@ -140,8 +140,8 @@ TensorBridge::TensorBridge(nb::type_object tensor_type, nb::object exchange_api,
 EncodeStatus TensorBridge::describe(PyObject* tensor, TensorSpec& spec, Segment& segment) const {
   if (api_ && !in_dual_level()) {
     bool unsure = false;
-    const EncodeStatus outcome = describe_natively(tensor, spec, segment, unsure);
-    if (!unsure) return outcome;
+    const EncodeStatus status = describe_natively(tensor, spec, segment, unsure);
+    if (!unsure) return status;
   }
   return describe_by_hook(tensor, spec, segment);
 }

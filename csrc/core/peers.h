@@ -68,7 +68,7 @@ inline bool Sender::reject_outdated(const Peer& peer, std::uint64_t id, const Ou
   return true;
 }
 
-/// Or-ed to a connection's token: its `lanes_fd`.
+/// Bit of a connection's token that means its `lanes_fd`.
 inline constexpr std::uint64_t kLanesBit = std::uint64_t{1} << 63;
 
 class Peers {

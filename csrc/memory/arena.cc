@@ -43,7 +43,7 @@ std::shared_ptr<Arena> Arena::make(ReleaseQueue* releases) {
 Arena::~Arena() { unregister_fork_handler(this, ForkLevel::kArena); }
 
 void Arena::set_budget(std::shared_ptr<MemoryBudget> budget) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   budget_ = std::move(budget);
 }
 
@@ -53,7 +53,7 @@ std::optional<Arena::Allocation> Arena::allocate(std::size_t size) { return allo
 
 std::optional<Arena::Allocation> Arena::allocate(std::size_t size, bool leased) {
   if (size > limit_.load(std::memory_order_relaxed)) return std::nullopt;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   if (!releases_) return std::nullopt;
   process_returns();
   auto place = try_allocate(size, leased);
@@ -69,7 +69,6 @@ std::optional<Arena::Allocation> Arena::allocate(std::size_t size, bool leased) 
   return place;
 }
 
-/// Requires mutex_.
 std::optional<Arena::Allocation> Arena::try_allocate(std::size_t length, bool leased) {
   if (!has_slot()) return std::nullopt;
   const std::size_t size = region_size(length);
@@ -88,7 +87,7 @@ std::optional<LinkLease> Arena::lease(std::size_t size) {
 }
 
 void Arena::pass(std::uint64_t lease) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   Region& region = regions_.at(lease);
   region.holders = 0;
   region.passed = true;
@@ -96,7 +95,7 @@ void Arena::pass(std::uint64_t lease) {
 }
 
 std::uint64_t Arena::pass_leased(const OutSegment& s) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   const auto found = region_of(s.lease);
   if (!releases_ || found == regions_.end() || outstanding_ >= ReleaseQueue::kSlots) return 0;
   auto& [lease, region] = *found;
@@ -111,7 +110,7 @@ std::uint64_t Arena::pass_leased(const OutSegment& s) {
 }
 
 BlockPtr Arena::take_returned(std::uint64_t lease, std::size_t size) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   const auto found = region_of(lease);
   if (!releases_ || found == regions_.end()) return nullptr;
   auto& [first, region] = *found;
@@ -126,7 +125,7 @@ BlockPtr Arena::take_returned(std::uint64_t lease, std::size_t size) {
   return block;
 }
 
-/// Requires mutex_. Returns the region that contains a lease.
+/// Returns the region that contains a lease.
 Arena::Regions::iterator Arena::region_of(std::uint64_t lease) {
   const auto next = regions_.upper_bound(lease);
   if (next == regions_.begin()) return regions_.end();
@@ -136,19 +135,18 @@ Arena::Regions::iterator Arena::region_of(std::uint64_t lease) {
   return within ? region : regions_.end();
 }
 
-/// Requires mutex_.
 std::byte* Arena::data_of(std::uint64_t lease) {
   return chunks_.at(Lease::chunk(lease)).memory.data() + Lease::offset(lease);
 }
 
 void Arena::release(std::uint64_t lease) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   const auto region = regions_.find(lease);
   --region->second.holders;
   if (!forked_) free_if_unused(region);
 }
 
-/// Requires mutex_. Processes returned leases; returns whether there were any.
+/// Processes returned leases; returns whether there were any.
 bool Arena::process_returns() {
   const std::uint64_t returned = releases_->returned.load(std::memory_order_acquire);
   if (returned == consumed_) return false;
@@ -165,7 +163,7 @@ bool Arena::process_returns() {
   return valid;
 }
 
-/// Requires mutex_. Processes one returned lease; false if the receiver does not have it.
+/// Processes one returned lease; false if the receiver does not have it.
 bool Arena::process_return(std::uint64_t lease) {
   if (Lease::is_multicast(lease)) {
     if (multicast_leases_.erase(lease) == 0) return false;
@@ -180,7 +178,6 @@ bool Arena::process_return(std::uint64_t lease) {
   return true;
 }
 
-/// Requires mutex_.
 void Arena::free_if_unused(Regions::iterator region) {
   const auto& [lease, r] = *region;
   if (r.holders > 0 || r.passed) return;
@@ -198,8 +195,8 @@ void Arena::free_if_unused(Regions::iterator region) {
 // ---- chunks
 
 Arena::Growth Arena::grow(Messenger& messenger) {
-  std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock) return Growth::kMore;
+  if (!mutex_.try_lock()) return Growth::kMore;
+  MutexLock lock(mutex_, std::adopt_lock);
   if (!releases_ || wanted_.load(std::memory_order_relaxed) == 0) return Growth::kNone;
   const Nanos at = now();
   if (at < no_growth_before_) return Growth::kNone;
@@ -222,7 +219,7 @@ Arena::Growth Arena::grow(Messenger& messenger) {
   }
 }
 
-/// Requires mutex_. Creates a chunk for a region of the wanted size; false if there is no room for it.
+/// Creates a chunk for a region of the wanted size; false if there is no room for it.
 bool Arena::begin_chunk(Messenger& messenger) {
   const std::size_t wanted = wanted_.load(std::memory_order_relaxed);
   const std::uint64_t limit = limit_.load(std::memory_order_relaxed);
@@ -244,13 +241,13 @@ bool Arena::begin_chunk(Messenger& messenger) {
   return true;
 }
 
-/// Requires mutex_. Takes memory for a chunk from the budget, preferably of the first size, at least of the second.
+/// Takes memory for a chunk from the budget, preferably of the first size, at least of the second.
 std::optional<BudgetShare> Arena::reserve(std::size_t comfortable, std::size_t wanted) {
   auto share = BudgetShare::take(budget_, comfortable);
   return share || comfortable == wanted ? std::move(share) : BudgetShare::take(budget_, wanted);
 }
 
-/// Requires mutex_. Releases one unused chunk; false if there is none.
+/// Releases one unused chunk; false if there is none.
 bool Arena::drop_unused(Messenger& messenger) {
   for (auto chunk = chunks_.begin(); chunk != chunks_.end(); ++chunk) {
     if (chunk->second.used > 0 || chunk->first == growing_chunk_ || !messenger.drop(chunk->first)) continue;
@@ -260,7 +257,7 @@ bool Arena::drop_unused(Messenger& messenger) {
   return false;
 }
 
-/// Requires mutex_. Stops growing for now, because the system, the peer or the limit does not allow more.
+/// Stops growing for now, because the system, the peer or the limit does not allow more.
 Arena::Growth Arena::stop_growing(Nanos at) {
   if (growing_chunk_ != 0) drop(chunks_.find(growing_chunk_));
   growing_chunk_ = 0;
@@ -270,7 +267,7 @@ Arena::Growth Arena::stop_growing(Nanos at) {
 }
 
 void Arena::on_answer(std::uint32_t number, bool mapped) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (const auto multicast = multicast_chunks_.find(number); multicast != multicast_chunks_.end()) {
     multicast->second.mapped = mapped && multicast->second.offered;
     return;
@@ -290,7 +287,6 @@ void Arena::on_answer(std::uint32_t number, bool mapped) {
   wanted_ = 0;
 }
 
-/// Requires mutex_.
 void Arena::drop(std::map<std::uint32_t, Chunk>::iterator chunk) {
   free_.remove_chunk(chunk->first);
   total_ -= chunk->second.memory.size();
@@ -298,7 +294,7 @@ void Arena::drop(std::map<std::uint32_t, Chunk>::iterator chunk) {
 }
 
 void Arena::trim(Nanos before, Messenger& messenger) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (!releases_) return;
   process_returns();
   for (auto chunk = chunks_.begin(); chunk != chunks_.end();) {
@@ -306,12 +302,13 @@ void Arena::trim(Nanos before, Messenger& messenger) {
     const Chunk& c = candidate->second;
     if (c.mapped && c.used == 0 && c.idle_since < before && messenger.drop(candidate->first)) drop(candidate);
   }
-  std::erase_if(multicast_chunks_,
-                [&](const auto& chunk) { return !multicast_arena_->has(chunk.first) && messenger.drop(chunk.first); });
+  std::erase_if(multicast_chunks_, [&, arena = multicast_arena_](const auto& chunk) {
+    return !arena->has(chunk.first) && messenger.drop(chunk.first);
+  });
 }
 
 void Arena::close() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (releases_ && !forked_) process_returns();
   releases_ = nullptr;
   if (forked_) return;
@@ -338,7 +335,7 @@ void Arena::close() {
 // ---- multicast memory
 
 bool Arena::announce(const MulticastBuffer& buffer, Messenger& messenger) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return announce_locked(buffer, messenger);
 }
 
@@ -359,7 +356,7 @@ bool Arena::announce_locked(const MulticastBuffer& buffer, Messenger& messenger)
 
 std::uint64_t Arena::pass_multicast(const OutSegment& s, Messenger& messenger) {
   const MulticastBuffer& buffer = *s.multicast;
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (!announce_locked(buffer, messenger)) return 0;
   process_returns();
   if (!releases_ || !has_slot()) return 0;
@@ -370,7 +367,7 @@ std::uint64_t Arena::pass_multicast(const OutSegment& s, Messenger& messenger) {
 }
 
 void Arena::collect() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (releases_ && !forked_) process_returns();
 }
 

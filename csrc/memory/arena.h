@@ -22,12 +22,12 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 
 #include "base/clock.h"
 #include "base/fork_handlers.h"
+#include "base/thread_safety.h"
 #include "memory/block.h"
 #include "memory/free_ranges.h"
 #include "memory/memory_budget.h"
@@ -128,9 +128,9 @@ class Arena final : public ForkHandler, public std::enable_shared_from_this<Aren
   /// Returns whether the receiver has returned a lease that it did not have.
   bool corrupt() const { return corrupt_.load(std::memory_order_relaxed); }
 
-  void before_fork() override;
-  void after_fork_in_parent() override;
-  void after_fork_in_child() override;
+  void before_fork() NO_THREAD_SAFETY_ANALYSIS override;
+  void after_fork_in_parent() NO_THREAD_SAFETY_ANALYSIS override;
+  void after_fork_in_child() NO_THREAD_SAFETY_ANALYSIS override;
 
  private:
   class Holder;
@@ -158,43 +158,43 @@ class Arena final : public ForkHandler, public std::enable_shared_from_this<Aren
 
   explicit Arena(ReleaseQueue* releases) : releases_(releases) {}
   std::optional<Allocation> allocate(std::size_t size, bool leased);
-  std::optional<Allocation> try_allocate(std::size_t size, bool leased);
+  std::optional<Allocation> try_allocate(std::size_t size, bool leased) REQUIRES(mutex_);
   /// Returns whether the list of returned leases has room for one more: every allocated region may be passed on.
-  bool has_slot() const { return regions_.size() + multicast_leases_.size() < ReleaseQueue::kSlots; }
-  Regions::iterator region_of(std::uint64_t lease);
-  std::byte* data_of(std::uint64_t lease);
-  bool process_returns();
-  bool process_return(std::uint64_t lease);
-  bool announce_locked(const MulticastBuffer& buffer, Messenger& messenger);
+  bool has_slot() const REQUIRES(mutex_) { return regions_.size() + multicast_leases_.size() < ReleaseQueue::kSlots; }
+  Regions::iterator region_of(std::uint64_t lease) REQUIRES(mutex_);
+  std::byte* data_of(std::uint64_t lease) REQUIRES(mutex_);
+  bool process_returns() REQUIRES(mutex_);
+  bool process_return(std::uint64_t lease) REQUIRES(mutex_);
+  bool announce_locked(const MulticastBuffer& buffer, Messenger& messenger) REQUIRES(mutex_);
   bool is_held_by_program(const Region& region) const { return region.leased && region.holders > 0 && !region.passed; }
   void release(std::uint64_t lease);
-  void free_if_unused(Regions::iterator region);
-  bool begin_chunk(Messenger& messenger);
-  std::optional<BudgetShare> reserve(std::size_t comfortable, std::size_t wanted);
-  bool drop_unused(Messenger& messenger);
-  Growth stop_growing(Nanos at);
-  void drop(std::map<std::uint32_t, Chunk>::iterator chunk);
+  void free_if_unused(Regions::iterator region) REQUIRES(mutex_);
+  bool begin_chunk(Messenger& messenger) REQUIRES(mutex_);
+  std::optional<BudgetShare> reserve(std::size_t comfortable, std::size_t wanted) REQUIRES(mutex_);
+  bool drop_unused(Messenger& messenger) REQUIRES(mutex_);
+  Growth stop_growing(Nanos at) REQUIRES(mutex_);
+  void drop(std::map<std::uint32_t, Chunk>::iterator chunk) REQUIRES(mutex_);
 
   std::atomic<std::uint64_t> limit_ = 0;
   std::atomic<std::size_t> wanted_ = 0;  // size of a region for which there was no room
   std::atomic<std::size_t> total_ = 0;
   std::atomic<bool> corrupt_ = false;
 
-  std::mutex mutex_;
-  std::shared_ptr<MemoryBudget> budget_;
-  ReleaseQueue* releases_;  // null after `close`
-  std::uint64_t consumed_ = 0;
-  std::uint64_t outstanding_ = 0;  // leases passed on and not returned
-  std::map<std::uint32_t, Chunk> chunks_;
-  std::uint32_t next_ = 1;
-  std::uint32_t growing_chunk_ = 0;  // chunk that is being created or offered
-  Nanos no_growth_before_ = 0;       // pause after the system or the peer has refused
-  FreeRanges free_;
-  Regions regions_;
-  std::shared_ptr<MulticastArena> multicast_arena_;  // set with the first multicast buffer
-  std::map<std::uint32_t, MulticastChunk> multicast_chunks_;
-  std::set<std::uint64_t> multicast_leases_;  // leases of multicast buffers that the receiver has
-  bool forked_ = false;                       // this is a child: the parent manages the memory
+  Mutex mutex_;
+  std::shared_ptr<MemoryBudget> budget_ GUARDED_BY(mutex_);
+  ReleaseQueue* releases_ GUARDED_BY(mutex_);  // null after `close`
+  std::uint64_t consumed_ GUARDED_BY(mutex_) = 0;
+  std::uint64_t outstanding_ GUARDED_BY(mutex_) = 0;  // leases passed on and not returned
+  std::map<std::uint32_t, Chunk> chunks_ GUARDED_BY(mutex_);
+  std::uint32_t next_ GUARDED_BY(mutex_) = 1;
+  std::uint32_t growing_chunk_ GUARDED_BY(mutex_) = 0;  // chunk that is being created or offered
+  Nanos no_growth_before_ GUARDED_BY(mutex_) = 0;       // pause after the system or the peer has refused
+  FreeRanges free_ GUARDED_BY(mutex_);
+  Regions regions_ GUARDED_BY(mutex_);
+  std::shared_ptr<MulticastArena> multicast_arena_ GUARDED_BY(mutex_);  // set with the first multicast buffer
+  std::map<std::uint32_t, MulticastChunk> multicast_chunks_ GUARDED_BY(mutex_);
+  std::set<std::uint64_t> multicast_leases_ GUARDED_BY(mutex_);  // leases of multicast buffers that the receiver has
+  bool forked_ GUARDED_BY(mutex_) = false;                       // this is a child: the parent manages the memory
 };
 
 }  // namespace telegrad

@@ -99,26 +99,27 @@ BlockPtr PeerArena::map_segment(std::uint64_t lease, std::size_t size, BlockSour
   std::byte* data = chunk.memory.data() + offset;
   if (is_multicast && should_copy()) {
     if (BlockPtr bytes = copy_of(data, size, blocks)) {
-      std::lock_guard lock(mutex_);
+      MutexLock lock(mutex_);
       return_lease(lease);
       return bytes;
     }
   }
   auto block = std::make_unique<MappedRegion>(data, size, lease, found->second, is_multicast, shared_from_this());
-  std::unique_lock lock(mutex_);
-  regions_.emplace(block->data(), block.get());
-  lock.unlock();
+  {
+    MutexLock lock(mutex_);
+    regions_.emplace(block->data(), block.get());
+  }
   return blocks.adopt(std::move(block));
 }
 
 /// Returns whether this receiver is likely to write to its tensors.
 bool PeerArena::should_copy() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return copies_left_ > 0 && copies_left_-- > 0;
 }
 
 std::uint64_t PeerArena::return_zero_copy(const OutSegment& s) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   const auto next = regions_.lower_bound({s.data + 1, nullptr});
   if (next == regions_.begin() || closed_ || forked_) return 0;
   const auto found = std::prev(next);
@@ -133,7 +134,7 @@ std::uint64_t PeerArena::return_zero_copy(const OutSegment& s) {
 }
 
 void PeerArena::release(MappedRegion& region) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (region.is_returned) return;
   regions_.erase({region.data(), &region});
   if (region.is_private && !drop_private_pages(region)) return;
@@ -144,7 +145,7 @@ void PeerArena::release(MappedRegion& region) {
   return_lease(region.mapped_lease);
 }
 
-/// Requires mutex_. Makes a private region show its shared memory again. Returns false if this is impossible.
+/// Makes a private region show its shared memory again. Returns false if this is impossible.
 bool PeerArena::drop_private_pages(MappedRegion& region) {
   const std::size_t private_pages = count_private_pages(region);
   if (Lease::is_multicast(region.mapped_lease) && private_pages * kPage > region.pages_size() / 2)
@@ -152,7 +153,7 @@ bool PeerArena::drop_private_pages(MappedRegion& region) {
   return private_pages == 0 || ::madvise(region.pages(), region.pages_size(), MADV_DONTNEED) == 0;
 }
 
-/// Requires mutex_. Returns how many pages have been written to; at least one if this is unknown.
+/// Returns how many pages have been written to; at least one if this is unknown.
 std::size_t PeerArena::count_private_pages(const MappedRegion& region) {
   if (forked_ || closed_) return 1;
   if (!pagemap_) pagemap_ = UniqueFd(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
@@ -171,14 +172,14 @@ std::size_t PeerArena::count_private_pages(const MappedRegion& region) {
   return private_pages;
 }
 
-/// Requires mutex_. There is a slot for every lease that this end may have.
+/// There is a slot for every lease that this end may have.
 void PeerArena::return_lease(std::uint64_t lease) {
   const std::uint64_t returned = releases_->returned.load(std::memory_order_relaxed);
   releases_->leases[returned % ReleaseQueue::kSlots].store(lease, std::memory_order_relaxed);
   releases_->returned.store(returned + 1, std::memory_order_release);
 }
 
-/// Requires mutex_. Makes a region copy-on-write, so that no other process sees this one's writes.
+/// Makes a region copy-on-write, so that no other process sees this one's writes.
 void PeerArena::make_private(MappedRegion& region) {
   if (region.is_private || region.is_stuck) return;
   region.is_private = region.chunk->memory.make_private(region.pages(), region.pages_size());
@@ -186,7 +187,7 @@ void PeerArena::make_private(MappedRegion& region) {
 }
 
 void PeerArena::close() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   closed_ = true;
   for (const auto& [begin, region] : regions_) make_private(*region);
   for (const auto& [begin, region] : regions_) region->chunk->memory.close_file();  // a chunk may have several regions

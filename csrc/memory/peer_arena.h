@@ -15,11 +15,11 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <utility>
 
 #include "base/fork_handlers.h"
+#include "base/thread_safety.h"
 #include "memory/arena.h"
 #include "memory/block.h"
 #include "memory/shared_memory.h"
@@ -49,9 +49,9 @@ class PeerArena final : public ForkHandler, public std::enable_shared_from_this<
   /// Ends with the link: leases are not returned any more, and no descriptor is kept. Blocks stay valid.
   void close();
 
-  void before_fork() override;
-  void after_fork_in_parent() override;
-  void after_fork_in_child() override;
+  void before_fork() NO_THREAD_SAFETY_ANALYSIS override;
+  void after_fork_in_parent() NO_THREAD_SAFETY_ANALYSIS override;
+  void after_fork_in_child() NO_THREAD_SAFETY_ANALYSIS override;
 
  private:
   class MappedRegion;
@@ -62,11 +62,11 @@ class PeerArena final : public ForkHandler, public std::enable_shared_from_this<
   PeerArena(std::shared_ptr<SharedMemory> memory, ReleaseQueue* releases)
       : memory_(std::move(memory)), releases_(releases) {}
   bool should_copy();
-  bool drop_private_pages(MappedRegion& region);
-  std::size_t count_private_pages(const MappedRegion& region);
-  void make_private(MappedRegion& region);
+  bool drop_private_pages(MappedRegion& region) REQUIRES(mutex_);
+  std::size_t count_private_pages(const MappedRegion& region) REQUIRES(mutex_);
+  void make_private(MappedRegion& region) REQUIRES(mutex_);
   void release(MappedRegion& region);
-  void return_lease(std::uint64_t lease);
+  void return_lease(std::uint64_t lease) REQUIRES(mutex_);
 
   const std::shared_ptr<SharedMemory> memory_;
   ReleaseQueue* const releases_;
@@ -74,12 +74,12 @@ class PeerArena final : public ForkHandler, public std::enable_shared_from_this<
   std::size_t mapped_ = 0;
   std::map<std::uint32_t, std::shared_ptr<Chunk>> chunks_;  // receiving thread only
 
-  std::mutex mutex_;                                              // guards the members below
-  std::set<std::pair<const std::byte*, MappedRegion*>> regions_;  // by start address
-  UniqueFd pagemap_;                                              // of this process, opened on first use
-  int copies_left_ = 0;                                           // number of multicast regions to copy
-  bool forked_ = false;
-  bool closed_ = false;
+  Mutex mutex_;
+  std::set<std::pair<const std::byte*, MappedRegion*>> regions_ GUARDED_BY(mutex_);  // by start address
+  UniqueFd pagemap_ GUARDED_BY(mutex_);     // of this process, opened on first use
+  int copies_left_ GUARDED_BY(mutex_) = 0;  // number of multicast regions to copy
+  bool forked_ GUARDED_BY(mutex_) = false;
+  bool closed_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace telegrad

@@ -86,7 +86,7 @@ class LeaseHolder {
   const BufferLease lease;
 };
 
-/// `_core.Lent`: leased memory with the buffer interface.
+/// `_core.LeasedBuffer`: leased memory with the buffer interface.
 struct PyLeasedBuffer {
   std::shared_ptr<LeaseHolder> holder;
 };
@@ -149,7 +149,7 @@ nb::object object_of(BlockPtr block) {
 }
 
 void init_buffer_leases(nb::module_& m) {
-  nb::class_<PyLeasedBuffer>(m, "Lent", nb::type_slots(slots),
+  nb::class_<PyLeasedBuffer>(m, "LeasedBuffer", nb::type_slots(slots),
                              "Memory leased from a link for a tensor to be sent over it.\n\n"
                              "64-byte aligned and writable.");
 }

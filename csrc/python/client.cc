@@ -376,7 +376,7 @@ PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {0, 
 
 void init_client(nb::module_& m) {
   nb::class_<OtherReply>(m, "OtherReply", "Reply to messages of a backward pass that is no list of messages.")
-      .def_ro("outcome", &OtherReply::completion, "Completion of the call, see `telegrad.wire.CompletionField`.");
+      .def_ro("completion", &OtherReply::completion, "Completion of the call, see `telegrad.wire.CompletionField`.");
 
   nb::class_<Client>(
       m, "Client", nb::type_slots(slots),

@@ -76,7 +76,7 @@ class PyRefs final : public KeepAlive {
   std::vector<Samples> samples_;
 };
 
-/// For its scope, a decref that this thread defers wakes a pool thread of the engine, which runs it.
+/// Scope in which a decref that this thread defers wakes a pool thread of the engine, which runs it.
 class WakePoolOnDecref {
  public:
   explicit WakePoolOnDecref(Engine& engine);

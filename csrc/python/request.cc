@@ -41,24 +41,24 @@ void RequestServer::serve(Request& arrived) {
   nb::object holder;  // owner of the request once Python may keep it
   nb::object result;
   std::unique_ptr<Outgoing> reply;
-  enum { kParked, kValue, kDeferred } outcome = kValue;
+  enum { kParked, kValue, kDeferred } kind = kValue;
   bool ran = true;  // whether code of the program ran
   const nb::object error = error_of([&] {
     nb::object value;
     if (r->decoded) {
       enter(*r);
     } else if (!decode(r, holder)) {
-      outcome = kParked;
+      kind = kParked;
       return;
     }
     if (r->receiver.is_valid() && !find_receiver(r, holder, value)) {
-      outcome = kParked;
+      kind = kParked;
       return;
     }
     if (r->function.is_valid()) {
       result = run(*r);
       if (is_deferred(r->function, result)) {
-        outcome = kDeferred;
+        kind = kDeferred;
         return;
       }
     } else {
@@ -79,7 +79,7 @@ void RequestServer::serve(Request& arrived) {
       reply = encode_value(*r, result);
     }
   });
-  if (outcome == kParked && !error.is_valid()) {
+  if (kind == kParked && !error.is_valid()) {
     scopes_.clear();
     return;
   }
@@ -94,7 +94,7 @@ void RequestServer::serve(Request& arrived) {
     }
     send_reply(engine_, r->item.connection, r->call(), std::move(reply));
   } else {
-    reply_slow(*r, std::move(result), outcome == kDeferred);
+    reply_slow(*r, std::move(result), kind == kDeferred);
   }
   if (r->slow.is_valid()) ask(r->slow.attr("leave"));
   if (ran) call_back(python_.clean_state);

@@ -279,7 +279,7 @@ CASE(messages_that_are_not_verified_in_time_lose_their_content) {
   CHECK_EQ(live, 0);
 }
 
-/// They are verified after the next break.
+/// The messages are verified after the next break.
 CASE(messages_that_are_sent_after_a_break_wait_for_no_verification) {
   int live = 0;
   Random random(16);

@@ -217,7 +217,7 @@ CASE(a_reply_between_the_timeout_and_giving_up) {
   CHECK_EQ(s.a.orphans[0].peer, 1);
 }
 
-CASE(linger_objects_are_kept_until_the_late_reply) {
+CASE(kept_objects_are_kept_until_the_late_reply) {
   Stage s;
   Event gone;
   CHECK(s.a.call(1, {.timeout = kMillisecond, .keep_alive = told(gone)}).status == CallStatus::kTimedOut);
@@ -229,7 +229,7 @@ CASE(linger_objects_are_kept_until_the_late_reply) {
   CHECK(gone.is_set());
 }
 
-CASE(linger_objects_are_released_with_the_peer) {
+CASE(kept_objects_are_released_with_the_peer) {
   Stage s;
   Event gone, gone_too;
   CHECK(s.a.call(1, {.timeout = kMillisecond, .keep_alive = told(gone)}).status == CallStatus::kTimedOut);
@@ -243,7 +243,7 @@ CASE(linger_objects_are_released_with_the_peer) {
   gone_too.wait();
 }
 
-CASE(linger_objects_are_released_with_the_reply_or_the_engine) {
+CASE(kept_objects_are_released_with_the_reply_or_the_engine) {
   Event replied, stopped, unreachable;
   {
     Stage s;
@@ -284,7 +284,7 @@ CASE(a_request_that_must_be_delivered_is_sent_after_its_caller_gave_up) {
   puppet.join();
 }
 
-CASE(linger_objects_of_an_undeliverable_request_are_released) {
+CASE(kept_objects_of_an_undeliverable_request_are_released) {
   Worker a(0, {}, 0);
   Event gone, gone_too;
   auto p = std::make_unique<Puppet>(1);

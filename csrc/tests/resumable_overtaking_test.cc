@@ -203,7 +203,7 @@ CASE(small_messages_overtake_what_is_sent_again) {
   check_same(large, b.inbox.messages.back());
 }
 
-/// So is the acknowledgement of what arrives meanwhile.
+/// The acknowledgement of what arrives meanwhile overtakes, too.
 CASE(acknowledgements_overtake_what_is_sent_again) {
   Pair p;
   End& a = p.ends[0];

@@ -40,12 +40,12 @@ def launch(run_worker: RunWorker, world_size: int, args: argparse.Namespace) -> 
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    outcomes: SimpleQueue[bool] = mp.get_context("spawn").SimpleQueue()
+    results: SimpleQueue[bool] = mp.get_context("spawn").SimpleQueue()
     try:
-        mp.spawn(_process, args=(run_worker, args, outcomes), nprocs=world_size)
+        mp.spawn(_process, args=(run_worker, args, results), nprocs=world_size)
     except KeyboardInterrupt:
         sys.exit(130)
-    reached = [outcomes.get() for _ in range(world_size)]
+    reached = [results.get() for _ in range(world_size)]
     sys.exit(0 if all(reached) else 1)
 
 
@@ -63,10 +63,10 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _process(rank: int, run_worker: RunWorker, args: argparse.Namespace, outcomes: "SimpleQueue[bool]") -> None:
+def _process(rank: int, run_worker: RunWorker, args: argparse.Namespace, results: "SimpleQueue[bool]") -> None:
     torch.set_num_threads(1)  # the tensors are small, and there are more processes than cores
     try:
-        outcomes.put(_seeded(rank, run_worker, args))
+        results.put(_seeded(rank, run_worker, args))
     except KeyboardInterrupt:
         sys.exit(130)
 

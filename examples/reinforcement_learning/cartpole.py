@@ -21,12 +21,12 @@ from telegrad import rpc
 WARM_UP = 3  # episodes per variant that are not measured
 
 
-def run_worker(rank: int, args: argparse.Namespace, outcome: SimpleQueue[bool]) -> None:
+def run_worker(rank: int, args: argparse.Namespace, result: SimpleQueue[bool]) -> None:
     """Run one process: rank 0 is the agent, all others are observers."""
     torch.set_num_threads(1)  # the tensors are tiny, and there are more processes than cores
     if rank == 0:
         rpc.init_rpc("agent", rank=rank, world_size=args.observers + 1)
-        outcome.put(learn(args))
+        result.put(learn(args))
     else:
         rpc.init_rpc(f"observer{rank}", rank=rank, world_size=args.observers + 1)
         # Observers only serve the agent's calls, which shutdown does until all have called it.
@@ -111,12 +111,12 @@ def main() -> int:
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    outcome: SimpleQueue[bool] = mp.get_context("spawn").SimpleQueue()
+    result: SimpleQueue[bool] = mp.get_context("spawn").SimpleQueue()
     try:
-        mp.spawn(run_worker, args=(args, outcome), nprocs=args.observers + 1)
+        mp.spawn(run_worker, args=(args, result), nprocs=args.observers + 1)
     except KeyboardInterrupt:
         return 130
-    return 0 if outcome.get() or args.smoke else 1
+    return 0 if result.get() or args.smoke else 1
 
 
 if __name__ == "__main__":

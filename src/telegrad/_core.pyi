@@ -14,7 +14,7 @@ class Block:
 
     def __len__(self) -> int: ...
 
-class Lent:
+class LeasedBuffer:
     """
     Memory leased from a link for a tensor to be sent over it.
 
@@ -393,7 +393,7 @@ class OtherReply:
     """Reply to messages of a backward pass that is no list of messages."""
 
     @property
-    def outcome(self) -> object:
+    def completion(self) -> object:
         """Completion of the call, see `telegrad.wire.CompletionField`."""
 
 class Client:

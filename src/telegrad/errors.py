@@ -16,6 +16,7 @@ __all__ = [
     "MessageTooLarge",
     "NotExposed",
     "NotInitialized",
+    "Overloaded",
     "OwnerLost",
     "PickleRefused",
     "RRefDeleted",
@@ -88,7 +89,7 @@ class NotInitialized(TelegradError):
     AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 
     inherited: ClassVar[str] = ""
-    """Why this process cannot use the workers that it knows, if it is a fork and has no worker of its own."""
+    """Reason that this process cannot use the workers that it knows, if it is a fork and has no worker of its own."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message or self._default())
@@ -526,11 +527,8 @@ class RRefNotPicklable(RRefError):
             print(error)
     """
 
-    PICKLE = "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
-    UNPICKLE = "Can not unpickle rref in python pickler, rref can only be unpickled when using RPC"
-
-    def __init__(self, message: str = PICKLE) -> None:
-        super().__init__(message)
+    def __init__(self) -> None:
+        super().__init__("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
 
 class RemoteError(TelegradError):

@@ -37,9 +37,9 @@ def test_both_paths_compute_a_gradient(four: Cluster) -> None:
 def test_invalid_gradients_get_an_error_reply(four: Cluster, body: Any) -> None:
     me = four[0]._worker
     coded = body if type(body) is bytes else me.messages.encode(1, body).body
-    outcome: Any = me.engine.call(1, int(Tag.GRADIENTS), 0, 0, None, coded, None, int(TIMEOUT * 1e9), True, None)
-    assert outcome[0] == Status.REPLIED
-    assert outcome[1] == Tag.ERROR
+    completion: Any = me.engine.call(1, int(Tag.GRADIENTS), 0, 0, None, coded, None, int(TIMEOUT * 1e9), True, None)
+    assert completion[0] == Status.REPLIED
+    assert completion[1] == Tag.ERROR
     gradient_there_and_back()
 
 
@@ -52,8 +52,8 @@ def test_a_late_message_of_a_pass_that_is_over_is_ignored(four: Cluster) -> None
         there = four[1]._worker.autograd.contexts.table[context_id]  # type: ignore[attr-defined]
         lowest = there.min_live_pass[0]
         body = me.messages.encode(1, (context_id, 0, lowest - 1, 0, [])).body
-        outcome: Any = me.engine.call(1, int(Tag.GRADIENTS), 0, 0, None, body, None, int(TIMEOUT * 1e9), True, None)
-        assert tuple(outcome[:2]) == (Status.REPLIED, Tag.GRADIENTS)
+        completion: Any = me.engine.call(1, int(Tag.GRADIENTS), 0, 0, None, body, None, int(TIMEOUT * 1e9), True, None)
+        assert tuple(completion[:2]) == (Status.REPLIED, Tag.GRADIENTS)
         assert (0, lowest - 1) not in there.passes
 
 

@@ -16,10 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad import _core
+from telegrad.wire.layout import WorkKind
 
-REPLIED, TIMED_OUT, PEER_LOST, UNREACHABLE, STOPPED = 1, 2, 3, 4, 5
-REQUEST, ONEWAY, OUTCOME, EVENT, RETIRE = range(5)
-EV_LOST, EV_LEFT, EV_LOG, EV_CALLBACK = range(4)
 ECHO, NEVER, HOLD, FORK, WINDOW = 1, 2, 3, 4, 5
 SECOND = 1_000_000_000
 
@@ -34,7 +32,7 @@ class Native:
         self.said = said
         self.release = threading.Event()
         self.happened = threading.Condition()
-        self.outcomes: list[tuple[Any, tuple[Any, ...]]] = []
+        self.completions: list[tuple[Any, tuple[Any, ...]]] = []
         self.events: list[tuple[int, str]] = []
         settings: dict[str, Any] = {
             "incarnation": 1,
@@ -107,13 +105,13 @@ class Native:
             kind, spawn = item[:2]
             if spawn:
                 self.add_thread()
-            if kind == RETIRE:
+            if kind == WorkKind.EXIT_THREAD:
                 return
-            if kind == REQUEST:
+            if kind == WorkKind.REQUEST:
                 self.handle(*item[2:])
-            elif kind == OUTCOME:
-                self.note(self.outcomes, item[2:4])
-            elif kind == EVENT:
+            elif kind == WorkKind.COMPLETION:
+                self.note(self.completions, item[2:4])
+            elif kind == WorkKind.EVENT:
                 self.note(self.events, (item[2], item[5]))
             del item
 

@@ -12,10 +12,12 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from engine_helpers import ECHO, EV_LOG, HOLD, NEVER, PEER_LOST, REPLIED, STOPPED, TIMED_OUT, UNREACHABLE, Native
+from engine_helpers import ECHO, HOLD, NEVER, Native
 
 from telegrad import _core
 from telegrad.testing import eventually
+from telegrad.wire.layout import EventKind
+from telegrad.wire.tags import Status
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def test_bodies_and_segments(pair: tuple[Native, Native]) -> None:
     for size in (0, 1, 65535, 65536, 65537, 1_000_000):
         body = os.urandom(size)
         status, _, _, got, segments, peer, _, why, _ = a.call(1, ECHO, body, [body, b"", body[::-1]])
-        assert (status, bytes(got), peer, why) == (REPLIED, body, 1, None)
+        assert (status, bytes(got), peer, why) == (Status.REPLIED, body, 1, None)
         assert [bytes(s) for s in segments] == [body, b"", body[::-1]]
         assert [len(s) for s in segments] == [size, 0, size]
 
@@ -56,10 +58,10 @@ def test_received_memory_is_aligned_writable_and_outlives_the_engine(pair: tuple
 
 def test_each_completion_has_its_own_status(pair: tuple[Native, Native]) -> None:
     a, b = pair
-    assert a.call(1, NEVER, timeout=1_000_000)[0] == TIMED_OUT
-    assert a.call(9)[0] == UNREACHABLE
+    assert a.call(1, NEVER, timeout=1_000_000)[0] == Status.TIMED_OUT
+    assert a.call(9)[0] == Status.UNREACHABLE
     assert a.call(9)[7] == "no such worker"
-    assert a.call(1)[0] == REPLIED  # earlier messages have arrived by now
+    assert a.call(1)[0] == Status.REPLIED  # earlier messages have arrived by now
     before = b.engine.stats()["requests"]
     waiting: list[int] = []
     thread = threading.Thread(target=lambda: waiting.append(a.call(1, NEVER)[0]))
@@ -68,9 +70,9 @@ def test_each_completion_has_its_own_status(pair: tuple[Native, Native]) -> None
         pass
     b.stop()
     thread.join()
-    assert waiting == [PEER_LOST]
+    assert waiting == [Status.PEER_LOST]
     a.stop()
-    assert a.call(1)[0] == STOPPED
+    assert a.call(1)[0] == Status.STOPPED
 
 
 class Tracked:
@@ -95,8 +97,8 @@ def test_passed_objects_are_released(pair: tuple[Native, Native]) -> None:
         segment = (*_core.buffer_address(buffer), owner)
         a.start(1 if i % 2 else 9, thing(), ECHO, body, [segment])
         del owner, segment
-    a.wait_for(lambda: len(a.outcomes) == 20)
-    a.outcomes.clear()
+    a.wait_for(lambda: len(a.completions) == 20)
+    a.completions.clear()
     b.call(0)  # any call releases what other threads have deferred
     a.call(1)
     gc.collect()
@@ -122,15 +124,15 @@ def test_an_engine_is_dropped_with_calls_in_flight() -> None:
 
 def test_waiting_releases_the_gil(pair: tuple[Native, Native]) -> None:
     a, b = pair
-    outcome = []
-    thread = threading.Thread(target=lambda: outcome.append(a.call(1, HOLD, b"x")))
+    completion = []
+    thread = threading.Thread(target=lambda: completion.append(a.call(1, HOLD, b"x")))
     thread.start()
     for _ in range(200):
         assert a.call(1, ECHO, b"y")[3] == b"y"
-    assert not outcome
+    assert not completion
     b.release.set()
     thread.join()
-    assert outcome[0][3] == b"x"
+    assert completion[0][3] == b"x"
 
 
 def test_many_python_threads(pair: tuple[Native, Native]) -> None:
@@ -173,7 +175,7 @@ def test_a_hostile_byte_stream(pair: tuple[Native, Native]) -> None:
     a, b = pair
     rng = random.Random(1)
     greeting = hello()
-    assert b.call(0)[0] == REPLIED
+    assert b.call(0)[0] == Status.REPLIED
     fds = len(os.listdir("/proc/self/fd"))
     streams = [rng.randbytes(rng.randrange(1, 5000)) for _ in range(20)]
     streams += [greeting[:n] for n in range(0, len(greeting), 7)]
@@ -195,7 +197,7 @@ def test_a_hostile_byte_stream(pair: tuple[Native, Native]) -> None:
         assert b.call(0, ECHO, b"well")[3] == b"well"
     assert a.engine.stats()["connections"] == b.engine.stats()["connections"] == 1
     assert a.engine.stats()["requests"] == len(streams) + 1
-    a.wait_for(lambda: any(kind == EV_LOG for kind, _ in a.events))
+    a.wait_for(lambda: any(kind == EventKind.LOG for kind, _ in a.events))
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds)
 
 
@@ -209,4 +211,4 @@ def test_a_call_after_stop_is_rejected(pair: tuple[Native, Native]) -> None:
     assert a.start(1, target, segments=[bytes(1 << 20)]) == 0
     del target
     assert gone() is None
-    assert a.outcomes == []
+    assert a.completions == []

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from engine_helpers import ECHO, EV_LOST, FORK, HOLD, NEVER, PEER_LOST, REPLIED, UNREACHABLE, WINDOW, Child, Native
+from engine_helpers import ECHO, FORK, HOLD, NEVER, WINDOW, Child, Native
 from stopped_processes import resume, stop
 
 from telegrad.wire import Loss
+from telegrad.wire.layout import EventKind
+from telegrad.wire.tags import Status
 
 
 @pytest.fixture
@@ -43,12 +45,12 @@ class Waiting:
         self.thread.start()
 
     def run(self, worker: Native, peer: int, tag: int, body: bytes) -> None:
-        self.outcome = worker.call(peer, tag, body)
+        self.completion = worker.call(peer, tag, body)
         self.ended = time.monotonic()
 
     def join(self) -> tuple[int, str]:
         self.thread.join()
-        return self.outcome[0], self.outcome[7]
+        return self.completion[0], self.completion[7]
 
 
 def test_a_killed_peer_fails_its_callers_at_once(worker: Native, spawn: Callable[..., Child]) -> None:
@@ -64,25 +66,25 @@ def test_a_killed_peer_fails_its_callers_at_once(worker: Native, spawn: Callable
     victim.kill()
     for w in waiting:
         status, why = w.join()
-        assert status == PEER_LOST
+        assert status == Status.PEER_LOST
         assert why.startswith("the connection was closed without a goodbye: its process died or was killed")
-        assert w.outcome[8] == Loss.CLOSED
+        assert w.completion[8] == Loss.CLOSED
         assert w.ended - start < 2
-    worker.wait_for(lambda: worker.outcomes)
-    target, outcome = worker.outcomes[0]
-    assert (target, outcome[0], outcome[8]) == ("target", PEER_LOST, Loss.CLOSED)
-    worker.wait_for(lambda: any(event[0] == EV_LOST for event in worker.events))
+    worker.wait_for(lambda: worker.completions)
+    target, completion = worker.completions[0]
+    assert (target, completion[0], completion[8]) == ("target", Status.PEER_LOST, Loss.CLOSED)
+    worker.wait_for(lambda: any(event[0] == EventKind.PEER_LOST for event in worker.events))
 
     assert worker.call(2, ECHO, b"still here")[3] == b"still here"
     assert held.thread.is_alive()
-    assert worker.call(1)[0] == UNREACHABLE
+    assert worker.call(1)[0] == Status.UNREACHABLE
     other.kill()
-    assert held.join()[0] == PEER_LOST
+    assert held.join()[0] == Status.PEER_LOST
 
 
 def test_a_peer_is_killed_while_receiving(worker: Native, spawn: Callable[..., Child]) -> None:
     victim, other = spawn(1), spawn(2)
-    assert worker.call(1)[0] == REPLIED
+    assert worker.call(1)[0] == Status.REPLIED
     stop(victim.process.pid)
     stuck = [Waiting(worker, 1, ECHO, bytes(16 << 20)) for _ in range(2)]
     for i in range(200):  # a peer that does not read delays no other call
@@ -90,7 +92,7 @@ def test_a_peer_is_killed_while_receiving(worker: Native, spawn: Callable[..., C
     assert all(s.thread.is_alive() for s in stuck)
     victim.kill()
     for s in stuck:
-        assert s.join()[0] == PEER_LOST
+        assert s.join()[0] == Status.PEER_LOST
     assert other.process.poll() is None
 
 
@@ -99,7 +101,7 @@ def test_a_stopped_peer_resumes(worker: Native, spawn: Callable[..., Child]) -> 
     stop(child.process.pid)
     waiting = Waiting(worker, 1, ECHO, b"hello" * 1000)
     resume(child.process.pid)
-    assert waiting.join()[0] == REPLIED
+    assert waiting.join()[0] == Status.REPLIED
 
 
 @pytest.mark.parametrize(("tag", "size"), [(NEVER, 10), (ECHO, 8 << 20), (WINDOW, 40 << 20)])
@@ -107,7 +109,7 @@ def test_control_c_ends_a_call(worker: Native, spawn: Callable[..., Child], tag:
     """Calls without reply, with unsent tensors, and waiting for the window."""
     silent = spawn(1)
     caller = spawn(2, "1", silent.address, str(tag), str(size))
-    assert caller.line() == f"connected {REPLIED}"
+    assert caller.line() == f"connected {Status.REPLIED}"
     stop(silent.process.pid)
     caller.tell("go")
     assert caller.line() == "under way"
@@ -119,10 +121,10 @@ def test_control_c_ends_a_call(worker: Native, spawn: Callable[..., Child], tag:
 
 def test_a_forked_child_does_not_hold_links(worker: Native, spawn: Callable[..., Child]) -> None:
     parent = spawn(1)
-    assert worker.call(1, FORK)[0] == REPLIED  # its child lives as long as our end of the pipe
+    assert worker.call(1, FORK)[0] == Status.REPLIED  # its child lives as long as our end of the pipe
     assert worker.call(1, ECHO, b"x")[3] == b"x"
     waiting = Waiting(worker, 1, NEVER)
     for tag in (FORK, ECHO, NEVER):
         assert parent.line() == f"handling {tag}"
     parent.kill()
-    assert waiting.join()[0] == PEER_LOST
+    assert waiting.join()[0] == Status.PEER_LOST

@@ -6,7 +6,8 @@ from pathlib import Path
 
 FIRST_CALLS = """
 import threading
-from engine_helpers import UNREACHABLE, Native
+from engine_helpers import Native
+from telegrad.wire.tags import Status
 
 real, inside, go_on = threading.main_thread, threading.Event(), threading.Event()
 
@@ -21,14 +22,14 @@ def slow():
 
 threading.main_thread = slow
 one = Native(1)
-outcomes = []
-first = threading.Thread(target=lambda: outcomes.append(one.call(7)))
+completions = []
+first = threading.Thread(target=lambda: completions.append(one.call(7)))
 first.start()
 assert inside.wait(60)
-outcomes.append(one.call(7))
+completions.append(one.call(7))
 go_on.set()
 first.join()
-assert [outcome[0] for outcome in outcomes] == [UNREACHABLE] * 2
+assert [completion[0] for completion in completions] == [Status.UNREACHABLE] * 2
 one.stop()
 print("done")
 """

@@ -34,10 +34,10 @@ class Step:
     def __init__(self, actor: "Actor") -> None:
         self._actor = actor
         self._over = threading.Event()
-        self._outcome: tuple[bool, Any] = (False, "")
+        self._result: tuple[bool, Any] = (False, "")
 
     def finish(self, succeeded: bool, value: Any) -> None:
-        self._outcome = succeeded, value
+        self._result = succeeded, value
         self._over.set()
 
     @property
@@ -48,7 +48,7 @@ class Step:
     @property
     def succeeded(self) -> bool:
         """Whether the function has returned."""
-        return self._outcome[0]
+        return self._result[0]
 
     def result(self, timeout: float = TIMEOUT) -> Any:
         """Return the result of the step.
@@ -57,7 +57,7 @@ class Step:
             AssertionError: It raised (the text is its traceback), its process died, or it takes too long.
         """
         assert self._over.wait(timeout), f"the step takes too long; {self._actor.name} is at\n{self._actor.stacks()}"
-        succeeded, value = self._outcome
+        succeeded, value = self._result
         assert succeeded, value
         return value
 
@@ -165,10 +165,10 @@ def _act(connection: Connection, log: str, setup: Callable[[], None] | None) -> 
 
     def run(number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
-            outcome = True, function(*args)
+            result = True, function(*args)
         except BaseException:
-            outcome = False, traceback.format_exc()
-        connection.send((number, *outcome))
+            result = False, traceback.format_exc()
+        connection.send((number, *result))
 
     while (order := connection.recv()) is not None:
         threading.Thread(target=run, args=order, daemon=True).start()

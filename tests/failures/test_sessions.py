@@ -184,7 +184,7 @@ def test_messages_of_an_ended_session_count_nothing(w: Cluster) -> None:
 def test_the_next_session_waits_until_the_end_of_the_last_is_handled(
     w: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its references would be lost with those of the ended one."""
+    """Otherwise its references would be lost with those of the ended one."""
     owner, news = w[1]._worker, Gate()
     on_peer_lost = owner.on_peer_lost
 

@@ -129,25 +129,25 @@ def shut_down_here(graceful: bool, timeout: float) -> str:
     try:
         shutdown_worker(scope.worker, graceful, timeout)
     except ShutdownTimeout as e:
-        outcomes.append(str(e))
+        results.append(str(e))
     else:
-        outcomes.append("ended")
+        results.append("ended")
     return "survived"
 
 
-outcomes: list[str] = []
+results: list[str] = []
 
 
 def test_shutdown_without_grace_in_a_handler() -> None:
     """The shutdown does not wait for its own handler."""
-    outcomes.clear()
+    results.clear()
     with cluster(2, graceful=False, check=False) as w:
         call = w[0].rpc_async("w1", shut_down_here, (False, SOON))
         with pytest.raises(WorkerLost, match="worker w1 is lost: it shut down"):
             call.wait()
         assert w[1]._worker.closed
-        eventually(lambda: outcomes)
-        assert outcomes == ["ended"]
+        eventually(lambda: results)
+        assert results == ["ended"]
         assert w[0].rpc_sync("w0", abs, (-1,)) == 1
 
 

@@ -198,11 +198,11 @@ def together(*joins: Callable[[], Worker]) -> list[Worker | BaseException]:
         return [future.exception(FAR) or future.result() for future in begun]
 
 
-def texts(outcomes: list[Worker | BaseException]) -> list[str]:
-    for outcome in outcomes:
-        if isinstance(outcome, Worker):
-            outcome.shutdown(graceful=False)
-    return ["" if isinstance(outcome, Worker) else str(outcome) for outcome in outcomes]
+def texts(results: list[Worker | BaseException]) -> list[str]:
+    for result in results:
+        if isinstance(result, Worker):
+            result.shutdown(graceful=False)
+    return ["" if isinstance(result, Worker) else str(result) for result in results]
 
 
 @pytest.fixture
@@ -247,21 +247,21 @@ def test_a_missing_worker_is_named(store: Any) -> None:
 
 
 def test_two_workers_of_one_name(store: Any) -> None:
-    outcomes = texts(together(*[lambda rank=rank: Worker("twin", rank, 2, PATIENT, store=store) for rank in range(2)]))  # type: ignore[misc]
-    assert all("RPC worker name twin is not unique. Workers 0 and 1 share the same name" in text for text in outcomes)
+    results = texts(together(*[lambda rank=rank: Worker("twin", rank, 2, PATIENT, store=store) for rank in range(2)]))  # type: ignore[misc]
+    assert all("RPC worker name twin is not unique. Workers 0 and 1 share the same name" in text for text in results)
 
 
 def test_rank_taken_twice(store: Any) -> None:
     """The first worker is not affected: it waits for the missing one."""
-    outcomes = together(
+    results = together(
         lambda: Worker("a", 0, 2, PATIENT, store=store),
         lambda: _late(
             store, lambda: Worker("b", 0, 2, PATIENT, store=store), lambda: Worker("c", 1, 2, PATIENT, store=store)
         ),
     )
-    assert isinstance(outcomes[0], Worker)
-    assert [info.name for info in outcomes[0].get_worker_infos()] == ["a", "c"]
-    assert texts(outcomes)[1] == "" or pytest.fail(str(outcomes[1]))
+    assert isinstance(results[0], Worker)
+    assert [info.name for info in results[0].get_worker_infos()] == ["a", "c"]
+    assert texts(results)[1] == "" or pytest.fail(str(results[1]))
 
 
 def _late(store: Any, wrong: Callable[[], Worker], right: Callable[[], Worker]) -> Worker:
@@ -321,11 +321,11 @@ def test_static_and_dynamic_do_not_mix(store: Any) -> None:
 
 
 def test_a_dynamic_worker_joins_during_a_static_rendezvous(store: Any) -> None:
-    outcomes = together(
+    results = together(
         lambda: Worker("a", 0, 2, PATIENT, store=store),
         lambda: _dynamic_then_right(store),
     )
-    assert texts(outcomes) == ["", ""]
+    assert texts(results) == ["", ""]
 
 
 def _dynamic_then_right(store: Any) -> Worker:

@@ -13,7 +13,7 @@ Pair = tuple[int, int]
 
 
 class Sessions:
-    """Which session each pair of workers has, and which of them each end is in.
+    """Sessions of each pair of workers, and those that each end is in.
 
     Args:
         size: Number of workers.

@@ -193,7 +193,7 @@ def test_any_worker_may_die(work: dict[int, tuple[Tree, ...]]) -> None:
 
 
 def test_calls_that_no_round_finds_in_progress() -> None:
-    """They hop to the worker that a round has asked already, in both rounds."""
+    """The calls hop to the worker that a round has asked already, in both rounds."""
     assert explore(WorldWithReplies(HOPS, size=2)) > 1000
 
 

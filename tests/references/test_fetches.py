@@ -170,9 +170,9 @@ def test_creations_that_make_no_sense_are_answered(w: Cluster, body: Any) -> Non
         owner.references.values[rref.id].ready = False  # the owner takes a ready one for a lost creator's
     coded = body if type(body) is bytes else me.messages.encode(1, body).body
     flags, timeout = int(Flag.KEEP_AS), int(TIMEOUT * 1e9)
-    outcome: Any = me.engine.call(1, int(Tag.CALL), flags, number, text, coded, None, timeout, False, None)
-    assert outcome[0] == Status.REPLIED
-    assert outcome[1] == Tag.ERROR
+    completion: Any = me.engine.call(1, int(Tag.CALL), flags, number, text, coded, None, timeout, False, None)
+    assert completion[0] == Status.REPLIED
+    assert completion[1] == Tag.ERROR
     assert w[0].rpc_sync("w1", ping) == "pong"
 
 

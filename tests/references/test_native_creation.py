@@ -286,8 +286,8 @@ def test_a_signal_while_an_earlier_creation_completes(w0: Any, what: str, monkey
     """The main thread may process one completion while it makes the next request."""
     process, armed = PendingCreation.on_completion, threading.Event()
 
-    def interrupted(creation: PendingCreation, outcome: Any) -> None:
-        process(creation, outcome)
+    def interrupted(creation: PendingCreation, completion: Any) -> None:
+        process(creation, completion)
         if armed.is_set() and threading.current_thread() is threading.main_thread():
             armed.clear()  # one signal
             raise KeyboardInterrupt
@@ -313,7 +313,7 @@ class Alarm(BaseException):
 
 
 def test_signals_lose_no_creation(w0: Any) -> None:
-    """They arrive at any moment of a loop that makes references and calls."""
+    """The signals arrive at any moment of a loop that makes references and calls."""
 
     def on_signal(*_: object) -> None:
         raise Alarm

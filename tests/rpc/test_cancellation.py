@@ -158,7 +158,7 @@ def test_one_thread_of_many_cancels(clean: Cluster, log: Log) -> None:
 
 
 def test_it_races_with_the_reply(clean: Cluster) -> None:
-    outcomes = set()
+    results = set()
     for i in range(500):
         future = rpc.rpc_async("w1", abs, (-i,))
         for _ in range(i % 100):
@@ -166,11 +166,11 @@ def test_it_races_with_the_reply(clean: Cluster) -> None:
         if future.cancel():
             with pytest.raises(Cancelled):
                 future.wait()
-            outcomes.add("canceled")
+            results.add("canceled")
         else:
             assert future.wait() == i
-            outcomes.add("value")
-    assert "canceled" in outcomes
+            results.add("value")
+    assert "canceled" in results
     eventually(lambda: pending(clean) == 0)
 
 

@@ -399,8 +399,8 @@ def test_no_pickle_in_a_raw_request_is_loaded(tag: Tag, mixed: Cluster, canary: 
     engine = mixed[0]._worker.engine
     body, segments = Serializer().dumps((canary, (), {}))
     for flags in (int(BodyKind.PICKLE), int(BodyKind.CUSTOM), int(BodyKind.PICKLE | Flag.INTERNAL)):
-        outcome = engine.call(1, int(tag), flags, 0, None, body, segments, 20_000_000_000, False, None)
-        assert (outcome[0], outcome[1]) == (int(Status.REPLIED), int(Tag.ERROR))
+        result = engine.call(1, int(tag), flags, 0, None, body, segments, 20_000_000_000, False, None)
+        assert (result[0], result[1]) == (int(Status.REPLIED), int(Tag.ERROR))
 
 
 def test_values_of_the_store_are_not_unpickled(canary: Canary) -> None:

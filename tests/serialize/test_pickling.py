@@ -15,7 +15,9 @@ import torch
 from serialize_helpers import carry_segments, pickle_pair, received
 
 from telegrad.errors import SerializationError
-from telegrad.serialize.pickling import Serializer, dumps, loads
+from telegrad.serialize.pickling import Serializer
+
+dumps, loads = Serializer().dumps, Serializer().loads
 
 
 class Ref:

@@ -10,7 +10,9 @@ import torch
 from serialize_helpers import pickle_pair
 
 from telegrad.serialize.pickle_by_value import is_found_by_name
-from telegrad.serialize.pickling import dumps, loads
+from telegrad.serialize.pickling import Serializer
+
+dumps, loads = Serializer().dumps, Serializer().loads
 
 COUNTER = []
 

@@ -10,8 +10,10 @@ from serialize_helpers import Replacer, bits, is_within, pickle_pair, resized, s
 from torch.autograd import forward_ad
 
 from telegrad.errors import SerializationError
-from telegrad.serialize.pickling import Serializer, dumps
+from telegrad.serialize.pickling import Serializer
 from telegrad.serialize.tensor_layout import DTYPE_OF_CODE
+
+dumps = Serializer().dumps
 
 
 def sent(value):

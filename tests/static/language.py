@@ -14,7 +14,7 @@ PRONOUNS = "who|whom|whose|whoever|nobody|somebody|everybody|anybody|someone|any
 PRONOUNS_PER_1000 = {"code": 1.0, "documents": 5.0}
 
 FIRST_LINE = 80  # characters
-BAD_FIRST_WORDS = "What|Who|Whoever|It|The same|As|One|All|Those"
+BAD_FIRST_WORDS = "What|Which|Why|Who|Whoever|It|They|The same|As|One|All|Those|So|Nor|Else"
 BAD_FIRST_WORDS_OF_CORE = f"{BAD_FIRST_WORDS}|Hands|Notes|However|Says|Sees|Tells|Brings"
 
 REPLACEMENTS = {
@@ -63,6 +63,7 @@ REPLACEMENTS = {
 NAMES = {
     "PlainCalls|PlainPool|Unusual|NotMade|NotYet|EndedEngine|Footprint": "the name in GLOSSARY.md",
     "_?linger|MAY_LINGER|_?cookies?": "keep-alive, MUST_DELIVER; completion target",
+    "_?outcomes?": "completion, result, status",
     "assert_nothing_left|let_go_of_frames": "assert_quiescent, clear_frames",
 }
 """Words of identifiers only: in prose they may mean something else."""

@@ -44,7 +44,7 @@ def _start(self: object, start: Callable[[], object], *_: object) -> object:
     try:
         result = start()
     except BaseException:
-        recording.go_on()
+        recording.resume()
         raise
     session = Session(Option.of(self), not isinstance(self, torch_profiler.Kineto), before)
     profiler.open(session)
@@ -60,7 +60,7 @@ def _end(self: Any, end: Callable[[], object], *_: object) -> object:
     try:
         return end()
     finally:
-        recording.go_on()
+        recording.resume()
 
 
 def _end_legacy(self: Any, end: Callable[[], object], *args: object) -> object:

@@ -17,7 +17,7 @@ from telegrad.observe.events import Event, clock_offset
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.tracing import Report, TraceContext
 
-__all__ = ["Option", "Recording", "go_on", "pause"]
+__all__ = ["Option", "Recording", "pause", "resume"]
 
 
 class Option(IntFlag):
@@ -178,7 +178,7 @@ def pause() -> None:
     _here.paused.append(paused)
 
 
-def go_on() -> None:
+def resume() -> None:
     """Resume the recording after the profiler of the program has ended."""
     paused = _here.paused.pop() if _here.paused else None
     if paused is not None and _here.entered and _here.entered[-1][0] is paused:

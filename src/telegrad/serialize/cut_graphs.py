@@ -20,11 +20,12 @@ TEXT = (
     "The gradient of a tensor that came from another worker has ended here, in its .grad: it was received outside of an"
     " autograd context, so the graph that made it on the other worker gets no gradient, and that worker trains nothing."
     " Make the call in `with telegrad.autograd.context() as context_id:` and call"
-    " `telegrad.autograd.backward(context_id, [loss])`. If the gradient is meant to stay here, send a detached tensor."
+    " `telegrad.autograd.backward(context_id, [loss])`, or call `loss.backward()` with `Options(plain_backward=True)`."
+    " If the gradient is meant to stay here, send a detached tensor."
     " (This warning is shown once per process.)"
 )
 
-_said = False
+_has_warned = False
 
 
 def watch_cut(tensor: torch.Tensor) -> None:
@@ -33,7 +34,7 @@ def watch_cut(tensor: torch.Tensor) -> None:
     Args:
         tensor: A leaf that requires grad and that had a graph on its sender.
     """
-    if not _said:
+    if not _has_warned:
         tensor.register_post_accumulate_grad_hook(_warn)  # type: ignore[no-untyped-call]
 
 
@@ -52,9 +53,9 @@ def is_watched(tensor: torch.Tensor) -> bool:
 
 
 def _warn(_: torch.Tensor) -> None:
-    global _said
-    if not _said:
-        _said = True
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
         warnings.warn(TEXT, stacklevel=_depth_of_program())
 
 

@@ -56,7 +56,7 @@ from telegrad.serialize.torch_types import (
 )
 from telegrad.serialize.unpickling import OPEN, PickleGate
 
-__all__ = ["Extension", "Serializer", "dumps", "loads"]
+__all__ = ["Extension", "Serializer"]
 
 # Bytes. Smaller buffers are cheaper inside the pickle than as segments.
 SMALLEST_SEGMENT = 1024
@@ -67,6 +67,8 @@ NOT_FOUND_HINT = """ Default RPC pickler does not serialize
             callee modules."""
 
 RECORD_CODE = 3  # of `plain_data.Record` among the extensions; telegrad.worker.calls.messages has the others
+
+_MAX_DEPTH = 64  # of nested containers for the codec; deeper values are pickled
 
 LENGTH = struct.Struct("<Q")
 
@@ -97,18 +99,17 @@ class Serializer:
     Thread-safe once the types are registered, and reentrant: pickling one message may pickle another.
 
     Args:
-        max_depth: Maximum nesting of containers for the codec. Deeper values are pickled.
         max_objects: Maximum number of objects of a value that the codec decodes.
         gate: Permission to load pickles.
     """
 
-    def __init__(self, max_depth: int = 64, max_objects: int = MAX_OBJECTS, gate: PickleGate = OPEN) -> None:
+    def __init__(self, max_objects: int = MAX_OBJECTS, gate: PickleGate = OPEN) -> None:
         self.gate: PickleGate = gate
-        self.codec: _core.Codec = make_codec(max_depth, max_objects)
+        self.codec: _core.Codec = make_codec(_MAX_DEPTH, max_objects)
         self.extensions: dict[type, Extension] = {}
         self.extension_of_code: dict[int, Extension] = {}
         self.reducers: dict[type, Callable[[Any], object]] = {}
-        self.plain: PlainData = PlainData(self.codec, RECORD_CODE, self.extensions, max_depth)
+        self.plain: PlainData = PlainData(self.codec, RECORD_CODE, self.extensions, _MAX_DEPTH)
 
     def register(self, kind: type, code: int, pack: Callable[[Any], object], unpack: Callable[[Any], object]) -> None:
         """Register how objects of exactly `kind` are packed and unpacked.
@@ -421,16 +422,3 @@ def _split(body: memoryview, gate: PickleGate) -> tuple[memoryview, Tables]:
     except (struct.error, pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:
         raise SerializationError("a message is truncated or malformed") from error
     return body[:length], tables
-
-
-_default = Serializer()
-
-
-def dumps(value: object, name: str = "value") -> tuple[bytes, list[Segment]]:
-    """Pickle a value as `Serializer.dumps` does, without registered types."""
-    return _default.dumps(value, name)
-
-
-def loads(body: Body, segments: Sequence[Buffer]) -> Any:
-    """Unpickle a value as `Serializer.loads` does, without registered types."""
-    return _default.loads(body, segments)

@@ -86,8 +86,8 @@ def place(tensors: Sequence[torch.Tensor], *, recorded: bool = False) -> tuple[l
         else:
             by_storage[memory.address - memory.offset].append(member)
     for base, members in by_storage.items():
-        for island in _alias_sets(members):
-            _send_alias_set(island, base, places, segments)
+        for aliases in _alias_sets(members):
+            _send_alias_set(aliases, base, places, segments)
     return [places[index] for index in range(len(tensors))], segments
 
 
@@ -131,39 +131,39 @@ def _placed(member: _Member, memory: TensorMemory, segment: int, offset: int) ->
 
 def _alias_sets(members: list[_Member]) -> list[list[_Member]]:
     members.sort(key=lambda member: member.begin)
-    islands: list[list[_Member]] = []
+    sets: list[list[_Member]] = []
     end = 0
     for member in members:
         if member.begin >= end:
-            islands.append([])
-        islands[-1].append(member)
+            sets.append([])
+        sets[-1].append(member)
         end = max(end, member.end)
-    return islands
+    return sets
 
 
-def _send_alias_set(island: list[_Member], base: int, places: dict[int, TensorSlot], segments: list[Segment]) -> None:
-    if len({(m.begin, m.memory.dtype, m.memory.shape, m.memory.strides) for m in island}) == 1:
-        _send_separately(island, places, segments)
+def _send_alias_set(aliases: list[_Member], base: int, places: dict[int, TensorSlot], segments: list[Segment]) -> None:
+    if len({(m.begin, m.memory.dtype, m.memory.shape, m.memory.strides) for m in aliases}) == 1:
+        _send_separately(aliases, places, segments)
         return
-    begin = base + (island[0].begin - base) // LARGEST_ELEMENT * LARGEST_ELEMENT
-    nbytes = max(member.end for member in island) - begin
-    useful = sum(math.prod(member.memory.shape) * member.memory.dtype.itemsize for member in island)
-    if nbytes > 2 * useful and not _share_elements(island):  # for example columns of a matrix
-        for member in island:
+    begin = base + (aliases[0].begin - base) // LARGEST_ELEMENT * LARGEST_ELEMENT
+    nbytes = max(member.end for member in aliases) - begin
+    useful = sum(math.prod(member.memory.shape) * member.memory.dtype.itemsize for member in aliases)
+    if nbytes > 2 * useful and not _share_elements(aliases):  # for example columns of a matrix
+        for member in aliases:
             _send_separately([member], places, segments)
         return
-    for member in island:
+    for member in aliases:
         offset = (member.begin - begin) // member.memory.dtype.itemsize
         places[member.number] = _placed(member, member.memory, len(segments), offset)
-    segments.append((begin, nbytes, _owner(island[0].memory.storage, island)))
+    segments.append((begin, nbytes, _owner(aliases[0].memory.storage, aliases)))
 
 
-def _send_separately(island: list[_Member], places: dict[int, TensorSlot], segments: list[Segment]) -> None:
+def _send_separately(aliases: list[_Member], places: dict[int, TensorSlot], segments: list[Segment]) -> None:
     """Add a segment for one tensor, or for several with the same elements in order."""
-    memory = island[0].memory.dense()
-    for member in island:
+    memory = aliases[0].memory.dense()
+    for member in aliases:
         places[member.number] = _placed(member, memory, len(segments), 0)
-    segments.append((memory.address, memory.nbytes, _owner(memory.storage, island)))
+    segments.append((memory.address, memory.nbytes, _owner(memory.storage, aliases)))
 
 
 def _owner(storage: object, members: list[_Member]) -> tuple[object, ...]:
@@ -174,21 +174,21 @@ def _owner(storage: object, members: list[_Member]) -> tuple[object, ...]:
     return storage, *(m.tensor.detach() if m.tensor.requires_grad else m.tensor for m in members)
 
 
-def _share_elements(island: list[_Member]) -> bool:
+def _share_elements(aliases: list[_Member]) -> bool:
     """Return whether some byte belongs to two of the tensors.
 
     The intervals of the tensors overlap, but their elements may be disjoint.
     """
-    sizes = {member.memory.dtype.itemsize for member in island}
+    sizes = {member.memory.dtype.itemsize for member in aliases}
     if len(sizes) > 1:
         return True  # assumed: comparing elements of different sizes is not worth the cost
     addresses = []
-    for member in island:
+    for member in aliases:
         _, shape, strides, *_ = memory = member.memory
         offsets = torch.zeros(1, dtype=torch.int64)
         for size, stride in zip(shape, strides, strict=True):
             if stride:  # an expanded dimension visits the same elements again
                 offsets = (offsets[:, None] + torch.arange(size) * (stride * memory.dtype.itemsize)).flatten()
-        addresses.append(torch.unique(offsets) + (member.begin - island[0].begin))
+        addresses.append(torch.unique(offsets) + (member.begin - aliases[0].begin))
     every = torch.cat(addresses)
     return bool(torch.unique(every).numel() < every.numel())

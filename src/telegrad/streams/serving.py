@@ -4,10 +4,9 @@ They are ordinary calls, so tensors, references, autograd contexts and errors of
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from types import GeneratorType, MappingProxyType
+from types import GeneratorType
 from typing import Any
 
-from telegrad.serialize.program_pickler import Carried
 from telegrad.streams import async_producer, producer
 from telegrad.streams.async_producer import AsyncProducer
 from telegrad.streams.batches import Batch
@@ -15,7 +14,7 @@ from telegrad.streams.producer import Producer
 from telegrad.streams.service import AnyProducer, Streams
 from telegrad.worker import Worker, current
 from telegrad.worker.calls.callables import callee_of, found, name_of, run
-from telegrad.worker.calls.interceptors import Find, Given, Shown, Split, around_handlers, carriers, internal
+from telegrad.worker.calls.interceptors import CallCarrier, Find, Given, Shown, around_handlers, carriers, internal
 
 __all__ = ["close", "flush", "open_function", "open_method", "pull"]
 
@@ -135,25 +134,8 @@ def _streams() -> Streams:
 # ---- as interceptors see them
 
 
-class _Open:
+class _Open(CallCarrier):
     """Opening of a stream, as interceptors see it: a call of the generator function."""
-
-    kind = "stream"
-    paths: Mapping[str, str] = MappingProxyType({"args[3]": "args", "args[4]": "kwargs", "args[2]": "the function"})
-
-    def show(self, args: Given, find: Find = found, /) -> Shown:
-        *_, function, values, named = args
-        return find(function), values, named
-
-    def change(
-        self, args: Given, function: object, values: Sequence[object], named: Mapping[str, object], /
-    ) -> tuple[object, ...]:
-        *before, _, _, _ = args
-        return (*before, function, values, named)
-
-    def split(self, args: Given, /) -> Split:
-        *head, values, named = args
-        return Carried(tuple(head), (), False), values, named
 
     def is_reply(self, value: object, /) -> bool:
         return isinstance(value, tuple) and len(value) == len(Batch._fields) and isinstance(value[-1], list)
@@ -188,7 +170,7 @@ def _is_at_callee(args: Given) -> bool:
     return len(args) == 6
 
 
-carriers[open_function] = _Open()
-carriers[open_method] = _OpenMethod()
+carriers[open_function] = _Open("stream")
+carriers[open_method] = _OpenMethod("stream")
 internal.update((pull, flush, close))
 around_handlers.update((__file__, producer.__file__, async_producer.__file__))

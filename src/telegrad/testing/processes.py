@@ -201,13 +201,13 @@ class Processes:
     def _receive(self, rank: int) -> tuple[bool, Any]:
         """Return (True, the result) of a process, or (False, the error's text)."""
         try:
-            outcome: tuple[bool, Any] = self._results[rank].recv()
+            result: tuple[bool, Any] = self._results[rank].recv()
         except (EOFError, OSError):  # before or within its message
             self._children[rank].join(_GOODBYE)
             return False, f"died with exit code {self._children[rank].exitcode}"
         except Exception as e:
             return False, f"returned a value that cannot be unpickled here: {e!r}"
-        return outcome
+        return result
 
     def _listens(self, rank: int) -> bool:
         """Return whether a process is ready for the signal to write its stacks.
@@ -255,11 +255,11 @@ def _child(
     faulthandler.register(_STACKS, file=os.dup(send_stacks.fileno()), all_threads=True)
     os.write(send_stacks.fileno(), _LISTENS)
     try:
-        outcome: tuple[bool, object] = (True, main(*args))
+        result: tuple[bool, object] = (True, main(*args))
     except BaseException as e:
-        outcome = (False, "".join(traceback.format_exception(e)))
+        result = (False, "".join(traceback.format_exception(e)))
     try:
-        send_result.send(outcome)
+        send_result.send(result)
     except Exception as e:  # a result that cannot be pickled
         send_result.send((False, "".join(traceback.format_exception(e))))
     send_result.close()

@@ -61,7 +61,7 @@ logger: logging.Logger = logging.getLogger("telegrad")
 
 _SECOND = 1_000_000_000
 _RELEASE_DELAY = 5_000_000  # ns that releases of references wait to be batched
-_STOP_LINGER = 2.0  # s for buffered bytes to be sent when closing
+_FLUSH_TIME = 2.0  # s for buffered bytes to be sent when closing
 _IDS_PER_INCARNATION = 1 << 32  # ids of references and contexts
 _JOIN_TIMEOUT = 5.0  # s for running handlers to end when closing
 
@@ -352,7 +352,7 @@ class Worker(MemberChanges):
         self.ready.set()
         self.shutdown.stop()
         self.references.closed = True
-        self.engine.stop(int(_STOP_LINGER * _SECOND))
+        self.engine.stop(int(_FLUSH_TIME * _SECOND))
         try:
             self.retries.close()
             self.calls.open_work.close()

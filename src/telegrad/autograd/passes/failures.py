@@ -1,4 +1,4 @@
-"""Why a pass failed or does not end, and the errors that `backward` raises."""
+"""Reasons that a pass failed or does not end, and the errors that `backward` raises."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ RemoteFailure: TypeAlias = tuple[int, bytes, str]
 """An error of another worker: worker id, packed exception, its text."""
 
 Reason: TypeAlias = "BaseException | RemoteFailure | tuple[int, str] | str"
-"""Why a pass failed: an error of this worker or another one, the loss of a worker, or the text of an abort."""
+"""Reason that a pass failed: an error of this worker or another one, the loss of a worker, or the text of an abort."""
 
 
 def unpack_error(

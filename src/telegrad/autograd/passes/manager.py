@@ -39,7 +39,7 @@ _LOST = (int(Status.PEER_LOST), int(Status.CANCELED))
 _METADATA = int(Flag.METADATA)
 _CHECK_INTERVAL = 20_000_000  # ns; a thread that waits for one reply checks this often whether the pass has ended
 _REMEDY = (
-    "If it may take that long, give init_rpc's options a larger rpc_timeout (0 waits for ever); in a handler its"
+    "If it may take that long, give init_rpc's options a larger rpc_timeout (0 for no limit); in a handler its"
     " caller's timeout counts as well."
 )
 
@@ -129,7 +129,7 @@ class BackwardManager:
             request = task.pending_requests[0]
             reply = None if request.done else await_reply(request.call, until - now)
             if type(reply) is OtherReply:
-                request(cast("Completion", reply.outcome))
+                request(cast("Completion", reply.completion))
             elif reply:
                 task.on_messages(request.peer, cast("list[WireMessage]", reply))
             elif reply is None and not request.done and time.monotonic_ns() >= until:

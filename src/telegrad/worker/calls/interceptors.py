@@ -14,14 +14,14 @@ Telegrad get a `ResolvedCall`, also for internal calls. Those of one worker get 
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 from torch.futures import Future
 
 from telegrad.errors import TelegradError
 from telegrad.serialize.program_pickler import Carried
-from telegrad.worker.calls.callables import name_of, read_attribute
+from telegrad.worker.calls.callables import found, name_of, read_attribute
 from telegrad.worker.calls.future import CallFuture, is_future
 from telegrad.worker.calls.headers import NO_HEADERS, Headers
 
@@ -162,6 +162,36 @@ class Carrier(Protocol):
 
     def is_reply(self, value: object, /) -> bool:
         """Return whether a value may be the result of the carrier."""
+
+
+class CallCarrier:
+    """Carrier with the arguments ``(first, second, function, args, kwargs)``.
+
+    Args:
+        kind: Kind of the calls.
+    """
+
+    paths: Mapping[str, str] = MappingProxyType({"args[3]": "args", "args[4]": "kwargs", "args[2]": "the function"})
+
+    def __init__(self, kind: str) -> None:
+        self.kind: str = kind
+
+    def show(self, args: Given, find: Find = found, /) -> Shown:
+        *_, function, values, named = args
+        return find(function), values, named
+
+    def change(
+        self, args: Given, function: object, values: Sequence[object], named: Mapping[str, object], /
+    ) -> tuple[object, ...]:
+        *before, _, _, _ = args
+        return (*before, function, tuple(values), dict(named))
+
+    def split(self, args: Given, /) -> Split:
+        *head, values, named = args
+        return Carried(tuple(head), (), False), values, named
+
+    def is_reply(self, _: object, /) -> bool:
+        return True
 
 
 carriers: dict[object, Carrier] = {}

@@ -47,7 +47,7 @@ class Recording(Protocol):
 
     @property
     def options(self) -> int:
-        """Which details to record."""
+        """Details to record."""
 
     def report(self) -> Report | None:
         """End the recording and return the report that the caller asked for."""

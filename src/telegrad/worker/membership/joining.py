@@ -261,7 +261,7 @@ class _Reach:
             while newcomer.waiting_for():
                 wait_for(self._changed, _LEASE_POLL)
                 self._changed.clear()
-                self._read_outcomes()
+                self._read_results()
                 now = time.monotonic()
                 if now - observed >= _LEASE_POLL:
                     observed = now
@@ -285,7 +285,7 @@ class _Reach:
         self._pings[number] = future
         future.add_done_callback(lambda _: self._changed.set())
 
-    def _read_outcomes(self) -> None:
+    def _read_results(self) -> None:
         """Pass the connections that have opened or failed to the rules."""
         for number, ping in list(self._pings.items()):
             if number in self._worker.members.connected:

@@ -154,12 +154,8 @@ class MembershipService:
         self._askers.append((peer, epoch))
         self._wake.set()
 
-    def refresh(self, timeout: float = _REFRESH_TIMEOUT) -> None:
-        """Have the thread apply new entries of the log, unless the store is gone.
-
-        Args:
-            timeout: Limit in seconds of the wait for it.
-        """
+    def refresh(self) -> None:
+        """Have the thread apply new entries of the log, unless the store is gone."""
         if not self._is_member or not self._thread.is_alive():
             return
         if self._thread is threading.current_thread():
@@ -168,7 +164,7 @@ class MembershipService:
         done = threading.Event()
         self._refreshes.append(done)
         self._wake.set()
-        self.outage.is_late = not wait_for(done, timeout)
+        self.outage.is_late = not wait_for(done, _REFRESH_TIMEOUT)
 
     def append(self, change: Change, is_current: Callable[[], bool]) -> None:
         """Write an entry to the log while it is still current.

@@ -38,7 +38,7 @@ class StoreOutage:
 
     @property
     def reason(self) -> str:
-        """Why the worker learns of no change of the group; "" if it does."""
+        """Reason that the worker learns of no change of the group; "" without one."""
         return self._silence or ("the store of the group does not reply" if self.is_late else "")
 
     def end(self) -> None:

@@ -18,7 +18,7 @@ _MAX_REASON = 8 << 10  # characters of an error in a protocol message, which mus
 
 
 class Refusal(str):
-    """Why a creation failed that was not made because of a limit.
+    """Reason that a creation failed that was not made because of a limit.
 
     Args:
         why: The reason.

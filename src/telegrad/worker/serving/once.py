@@ -16,20 +16,18 @@ request with that number or a smaller one fails, too: its function may have run.
 import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from torch.futures import Future
 
 from telegrad.errors import Cancelled, TelegradError
-from telegrad.serialize.program_pickler import Carried
 from telegrad.worker import process_hooks
 from telegrad.worker.calls import tracing
-from telegrad.worker.calls.callables import callee_of, found, full_name_of
+from telegrad.worker.calls.callables import callee_of, full_name_of
 from telegrad.worker.calls.callables import run as run_function
 from telegrad.worker.calls.future import CallFuture
-from telegrad.worker.calls.interceptors import Find, Given, Shown, Split, carriers
+from telegrad.worker.calls.interceptors import CallCarrier, carriers
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state, current, not_needed
 from telegrad.worker.serving.deferred_results import DeferredResult, deferred_result
@@ -401,27 +399,4 @@ def _nbytes(value: object) -> int:
         return 0
 
 
-class _RunCarrier:
-    """Call with a `Retry` as interceptors see it: a call of the program's function."""
-
-    kind = "retry"
-    paths: Mapping[str, str] = MappingProxyType({"args[3]": "args", "args[4]": "kwargs", "args[2]": "the function"})
-
-    def show(self, args: Given, find: Find = found, /) -> Shown:
-        _, _, function, values, named = args
-        return find(function), values, named
-
-    def change(
-        self, args: Given, function: object, values: Sequence[object], named: Mapping[str, object], /
-    ) -> tuple[object, ...]:
-        return *args[:2], function, tuple(values), dict(named)
-
-    def split(self, args: Given, /) -> Split:
-        *head, values, named = args
-        return Carried(tuple(head), (), False), values, named
-
-    def is_reply(self, _: object, /) -> bool:
-        return True
-
-
-carriers[run_once] = _RunCarrier()
+carriers[run_once] = CallCarrier("retry")

@@ -77,7 +77,7 @@ class SlowRequest:
         headers = self.metadata.headers
         return InterceptedHandler(handlers.interceptors.chain, function, kind, peer, left, headers, run_coroutine)
 
-    def creates(self, target: RRefId) -> None:
+    def set_target(self, target: RRefId) -> None:
         """Set the reference that the request creates, which only its body names."""
         self.target = target
         self.info = self.info._replace(target=target)
