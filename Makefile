@@ -34,9 +34,10 @@ test: test-python test-core ## the fast tests: Python, and the core under addres
 
 # Two processes of pytest share the files. JOBS=0: a single one, as a debugger needs.
 JOBS ?= 2
+RESULTS := $(BUILD)/results
 SHARED = -n $(JOBS) --dist loadfile
 test-python: build
-	$(PY) -m pytest -q -m "not slow" $(SHARED) $(ARGS)
+	$(PY) -m pytest -q -m "not slow" --junit-xml $(RESULTS)/fast.xml $(SHARED) $(ARGS)
 
 test-core: $(READY)
 	tools/test_core.sh $(VENV) $(BUILD)/asan address,undefined
@@ -46,9 +47,9 @@ OTHER_TRANSPORTS := unix tcp
 OVER_TRANSPORTS := $(addprefix tests/,rpc references autograd optim nn failures faults groups security compat observe testing)
 
 test-slow: build ## the slow tests: stress and soak in Python, every transport, the core and the bindings under sanitizers, mutants, fuzzers
-	$(PY) -m pytest -q -m slow --timeout 600 $(ARGS)
+	$(PY) -m pytest -q -m slow --timeout 600 --junit-xml $(RESULTS)/slow.xml $(ARGS)
 	set -e; for one in $(OTHER_TRANSPORTS); do export TELEGRAD_TRANSPORTS=$$one; \
-	  $(PY) -m pytest -q -m "not slow" $(SHARED) $(OVER_TRANSPORTS); $(CONFORMANCE); done
+	  $(PY) -m pytest -q -m "not slow" --junit-xml $(RESULTS)/$$one.xml $(SHARED) $(OVER_TRANSPORTS); $(CONFORMANCE); done
 	tools/test_core.sh $(VENV) $(BUILD)/tsan thread
 	tools/test_bindings_sanitized.sh $(VENV) $(BUILD)/asan-python
 	$(PY) tools/mutants.py $(VENV) $(BUILD)/mutants

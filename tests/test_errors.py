@@ -22,6 +22,7 @@ EXAMPLES = [
     errors.MessageTooLarge("of 5 GiB"),
     errors.PickleRefused("of type object"),
     errors.NotExposed("w1", "os.system", "Expose it."),
+    errors.Overloaded("max_in_flight", "too many requests"),
     errors.ReceiverOutOfMemory("for 5 GiB"),
     errors.StreamError("the stream was closed"),
     errors.ShutdownTimeout(3, ("w1", "w2")),
@@ -34,7 +35,12 @@ EXAMPLES = [
 
 
 def test_the_examples_are_all_there_are() -> None:
-    assert {type(e).__name__ for e in EXAMPLES} == set(errors.__all__)
+    kinds = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.TelegradError) and not name.startswith("_")
+    }
+    assert {type(e).__name__ for e in EXAMPLES} == set(errors.__all__) == kinds
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 from bench.machine import machine
 from bench.reliability.detection import MEASUREMENTS, measure
@@ -18,6 +19,7 @@ from bench.reliability.page import page
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tests/failures", "tests/faults", "tests/groups", "tests/protocols", "tests/security")
 
+REPORTS = ("fast.xml", "slow.xml")
 ROW_CHECKS = "faults/test_rows.py"  # they inject no fault
 
 
@@ -26,28 +28,37 @@ def commit() -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
-def collected() -> list[str]:
-    """Return the test cases as pytest names them, slow ones included."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line for line in listed if line.startswith("tests/") and "::" in line and ROW_CHECKS not in line]
+def passed(results: Path) -> list[str]:
+    """Return the test cases that have passed, as pytest names them, once for each run.
+
+    Args:
+        results: Folder with the reports of `make test-python` and `make test-slow`.
+
+    Raises:
+        SystemExit: One of the reports is missing.
+    """
+    if missing := [name for name in REPORTS if not (results / name).exists()]:
+        sys.exit(f"{results} has no {' and no '.join(missing)}: run `make test-python` and `make test-slow` first")
+    cases = [case for report in results.glob("*.xml") for case in ET.parse(report).iter("testcase")]
+    names = [f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}" for case in cases if not len(case)]
+    return [name for name in names if ROW_CHECKS not in name]
 
 
 def by_folder(cases: Sequence[str]) -> dict[str, int]:
-    """Return the number of test cases in each folder."""
+    """Return the number of passed test cases in each folder."""
     return {folder: sum(case.startswith(f"{folder}/") for case in cases) for folder in FOLDERS}
 
 
 def by_fault(cases: Sequence[str]) -> list[tuple[str, str, int]]:
-    """Return each row of `tests/faults/rows.py`: number, fault, test cases.
+    """Return each row of `tests/faults/rows.py`: number, fault, passed test cases.
 
-    A test counts with all of its parameters, a test of the core once.
+    A test counts with all of its parameters and in each run, a test of the core once.
     """
     sys.path.insert(0, str(ROOT / "tests" / "faults"))
     rows: Any = import_module("scenario_rows")
     counts = Counter(case.removeprefix("tests/").partition("[")[0] for case in cases)
     return [
-        (row.number, row.fault, sum(counts.get(test, 1) for test in row.tests))
+        (row.number, row.fault, sum(1 if ".cc::" in test else counts[test] for test in row.tests))
         for row in (*import_module("rows").ROWS, *rows.SCENARIO_ROWS)
     ]
 
@@ -89,7 +100,7 @@ def main() -> int:
     args = parser.parse_args()
     build = args.build.resolve()
     build.mkdir(parents=True, exist_ok=True)
-    about, at, cases = machine(), commit(), collected()
+    about, at, cases = machine(), commit(), passed(build / "results")
     kept = loaded(build / "reliability.json") or {}
     figures = {
         "machine": about,

@@ -121,9 +121,8 @@ def tests(figures: Mapping[str, int]) -> str:
 def faults(figures: Sequence[tuple[str, str, int]]) -> str:
     return (
         "## Faults\n\nEach fault that is known to have broken such systems, and how often one run of `make test` and"
-        " `make test-slow` tries it: the cases of its tests (`tests/faults/rows.py`). The soak tries faults at random,"
-        " on top of this. Cases that a machine cannot run, as without root or etcd, count too.\n\n"
-        + table(("row", "fault", "cases"), figures)
+        " `make test-slow` has tried it: the passed cases of its tests (`tests/faults/rows.py`), over each transport."
+        " The soak tries faults at random, on top of this.\n\n" + table(("row", "fault", "tried"), figures)
     )
 
 
