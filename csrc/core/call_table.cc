@@ -220,7 +220,14 @@ WaitEnd CallTable::wait(std::uint64_t id, Nanos deadline, const std::function<bo
   const auto done = [call] { return call->status != CallStatus::kPending; };
   const WaitEnd end = parts_.leader.wait_for(lock, WaitFor::kReply, w, done, deadline, interrupted, call->connection);
   call->waiter = nullptr;
-  if (call->status == CallStatus::kPending || end == WaitEnd::kInterrupted) return end;
+  if (call->status == CallStatus::kPending) return end;
+  if (end == WaitEnd::kInterrupted) {
+    if (call->is_async) {  // its future may have callbacks
+      parts_.queue.push(end_async(id, std::move(call->completion), released));
+      parts_.queue.wake_for_work();
+    }
+    return end;
+  }
   out = std::move(call->completion);
   close_call(id, out.status == CallStatus::kReplied, released);
   return WaitEnd::kDone;

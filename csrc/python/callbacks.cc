@@ -1,6 +1,7 @@
 #include "python/callbacks.h"
 
 #include "codec/gil.h"
+#include "python/errors.h"
 
 namespace nb = nanobind;
 using namespace nanobind::literals;
@@ -8,7 +9,23 @@ using namespace nanobind::literals;
 namespace telegrad::python {
 namespace {
 
-PyObject* run(PyObject* callback, PyObject* argument) { return call_python(callback, argument); }
+/// Raises an exception between two bytecodes of Python's main thread.
+int raise(void* error) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), static_cast<PyObject*>(error));
+  Py_DECREF(static_cast<PyObject*>(error));
+  return -1;
+}
+
+/// Calls the function. Torch drops its exceptions, so a pending signal handler of Python runs before it; what that raises
+/// is raised when torch has returned.
+PyObject* run(PyObject* callback, PyObject* argument) {
+  nb::object interrupt = error_of([] {
+    if (PyErr_CheckSignals() != 0) nb::raise_python_error();
+  });
+  PyObject* result = call_python(callback, argument);
+  if (interrupt.is_valid() && Py_AddPendingCall(raise, interrupt.ptr()) == 0) interrupt.release();
+  return result;
+}
 
 PyMethodDef definition = {"callback", run, METH_O, nullptr};
 

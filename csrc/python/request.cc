@@ -225,7 +225,7 @@ void RequestServer::read_body(Request& r, const nb::object& body) {
     const nb::object local_id = last();
     if (!r.target.is_valid()) {
       r.target = ask(python_.accept, r.item.peer, local_id, r.item.connection);
-      if (r.slow.is_valid()) ask(r.slow.attr("creates"), r.target);
+      if (r.slow.is_valid()) ask(r.slow.attr("set_target"), r.target);
     }
   }
   if (!r.slow.is_valid()) admit(r);  // after the reference to create, which gets the error

@@ -120,6 +120,22 @@ CASE_ON_EVERY_SCHEME(a_completion_does_not_wait_for_the_reply_of_a_caller_that_l
   caller.join();
 }
 
+CASE_ON_EVERY_SCHEME(a_completion_that_arrives_as_its_wait_is_interrupted_goes_to_the_pool) {
+  Worker a(0), b(1);
+  introduce({&a, &b}, scheme);
+  const std::uint64_t before = a.engine->stats().replies;
+  const auto interrupted = [&] {
+    b.release.set();
+    while (a.engine->stats().replies == before) std::this_thread::yield();
+    return true;
+  };
+  const std::uint64_t id = a.start(1, 7, {.tag = kHold, .body = "x"});
+  Completion completion;
+  CHECK(a.engine->wait(id, kNever, interrupted, completion) == WaitEnd::kInterrupted);
+  a.completion_count.wait_for(1);
+  CHECK_EQ(a.engine->stats().pending_calls, std::size_t{0});
+}
+
 CASE_ON_EVERY_SCHEME(callers_take_deferred_completions) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from telegrad import rpc
+from telegrad.streams.receiver import Receiver
+from telegrad.streams.service import Streams
 from telegrad.testing import Cluster, Gate, eventually
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -229,3 +231,35 @@ def test_an_interrupted_call_behind_interceptors_is_canceled(interrupted: Any, i
     with rpc.intercept(client=interceptor), pytest.raises(Alarm):
         interrupted(gate, lambda: rpc.rpc_sync("w1", poll, (gate,), timeout=0))
     gate.wait_for()  # the handler has seen the cancellation
+
+
+def signals_with_each_item(count: int) -> Iterator[int]:
+    for item in range(count):
+        signal.raise_signal(signal.SIGUSR1)  # in this thread, so that it does not end the wait of the main thread
+        yield item
+
+
+def test_a_signal_that_comes_with_an_item_is_raised_by_the_reader(two: Cluster) -> None:
+    def on_signal(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGUSR1, on_signal)
+    try:
+        for _ in range(50):
+            with pytest.raises(Alarm), rpc.stream("w1", signals_with_each_item, (1,), timeout=30) as items:
+                list(items)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_error_while_items_arrive_ends_the_stream(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler may raise there."""
+
+    def accept(*_: object) -> None:
+        raise Alarm
+
+    monkeypatch.setattr(Receiver, "_accept", accept)
+    items = rpc.stream("w1", signals_with_each_item, (0,), timeout=30)
+    with pytest.raises(Alarm):
+        list(items)
+    assert Streams.of(two[0]._worker).left() == {"streams read by other workers": 0, "streams not closed": 0}

@@ -4,7 +4,7 @@ from typing import Final, NoReturn
 
 from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, SerializationError, WorkerLost
 
-__all__ = ["STATE_GRACE", "closed_at_callee", "expired", "is_expiry", "not_an_end", "raise_to_reader"]
+__all__ = ["STATE_GRACE", "again", "closed_at_callee", "expired", "is_expiry", "not_an_end", "raise_to_reader"]
 
 STATE_GRACE: Final = 40_000_000
 """Time in ns that a reader waits for the state of a request; the core asks for 20 ms (kStateGrace)."""
@@ -49,6 +49,24 @@ def not_an_end(error: BaseException, what: object) -> RuntimeError:
         instead.add_note(note)
     instead.__cause__ = error
     return instead
+
+
+def again(stream: object, error: BaseException | None, taken: int, is_closed: bool) -> str:
+    """Return the text of the error of a reader that comes back after the end.
+
+    Args:
+        stream: The stream, for the text.
+        error: The error that ended it, if any.
+        taken: Items that the reader has.
+        is_closed: The program has closed it.
+    """
+    how = "was closed" if is_closed else "was read to its end"
+    if error is not None:
+        how = f"ended with {type(error).__name__}"
+    return (
+        f"{stream} {how} after {taken} items, and can be read only once. Call rpc.stream again, or keep the items in a"
+        " list."
+    )
 
 
 def is_expiry(error: BaseException | None) -> bool:

@@ -18,8 +18,8 @@ from telegrad.errors import Cancelled, NotInitialized, StreamError, TelegradErro
 from telegrad.serialize.tracebacks import is_of_signal_handler
 from telegrad.streams import serving
 from telegrad.streams.batches import CLOSED, ENDED, LIVE, WireBatch
-from telegrad.streams.read_errors import closed_at_callee, expired, is_expiry, raise_to_reader
-from telegrad.streams.requests import notify_closed, start_step
+from telegrad.streams.read_errors import again, closed_at_callee, expired, is_expiry, raise_to_reader
+from telegrad.streams.requests import guarded, notify_closed, start_step
 from telegrad.streams.service import Streams
 from telegrad.worker import Worker
 from telegrad.worker.calls.future import CallFuture
@@ -129,7 +129,7 @@ class Receiver:
     def _watch(self, future: CallFuture[Any], arrived: Callable[[CallFuture[Any]], None]) -> None:
         future._mark_read()  # the reader gets the error
         future._set_request((self.peer, f"a step of {self.label}", 0))
-        future._on_done(arrived)
+        future._on_done(guarded(arrived, self._break_off))
 
     def _start(self, function: object, *args: int) -> CallFuture[Any]:
         return start_step(self.worker, self.peer, self._scope, function, (self._number, *args), not self.is_async)
@@ -267,7 +267,12 @@ class Receiver:
         """End the stream at both workers because a request has failed."""
         with self.lock:
             self._fail(error)
+            self._notify()
         self._tell_closed()
+
+    def _break_off(self, error: BaseException) -> None:
+        self._is_pulling, self._pull, self._flush, self._flushing = False, None, None, None
+        self._give_up(error)
 
     def _notify(self) -> None:
         if self._changed is not None:
@@ -278,10 +283,9 @@ class Receiver:
     # ---- the reader
 
     def take(self, reader: object) -> tuple[list[Any] | None, bool]:
-        """Return the next batch, and whether there may be more.
+        """Return the next batch, and whether there may be more; never blocks.
 
-        Never blocks. (None, True): the reader has to wait for an arrival. It then has a claim on the stream until
-        `end_read`.
+        (None, True): the reader has to wait for an arrival. It then has a claim on the stream until `end_read`.
 
         Args:
             reader: The thread or task that reads.
@@ -302,12 +306,11 @@ class Receiver:
                 _, _, self._current_bytes, items = self._ready.popleft()
                 self._current = len(items) - 1  # the reader uses the first item now
                 self._taken += 1
-            elif not self.failed:
-                if self._is_closed:
-                    raise StreamError(f"{self} was closed after {self._taken} items. Call rpc.stream again.")
-                if self._has_failed():
-                    self._raise_error()
-            more = items is not None or not (self._has_ended or self.failed)
+            elif self.failed or self._is_closed:
+                raise StreamError(self.describe_end())
+            elif self._has_failed():
+                self._raise_error()
+            more = items is not None or not self._has_ended
             if not more:
                 self._has_seen_end = True
             elif items is None:
@@ -376,17 +379,12 @@ class Receiver:
         Raises:
             RpcTimeout: always.
         """
-        error = expired(self, self._error, self.timeout, self._taken)
+        self._error = error = expired(self, self._error, self.timeout, self._taken)
         self.failed = True
         self.close()
         raise error
 
     # ---- the end
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the reader has seen the end, or the error."""
-        return self.failed or self._has_seen_end
 
     @property
     def is_settled(self) -> bool:
@@ -398,12 +396,13 @@ class Receiver:
         """State of the stream, for its repr."""
         if self._is_closed:
             return "closed"
-        return "at its end" if self.is_over else f"open, {self._taken} items read"
+        return "at its end" if self.failed or self._has_seen_end else f"open, {self._taken} items read"
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the program has closed the stream."""
-        return self._is_closed
+    def describe_end(self) -> str:
+        """Return the text of the error of a reader that comes after the end; "" before it."""
+        if not (self._is_closed or self.failed or self._has_seen_end):
+            return ""
+        return again(self, self._error if self.failed else None, self._taken, self._is_closed)
 
     def close(self) -> None:
         """Discard the items and close the generator; does nothing the second time."""
@@ -447,4 +446,5 @@ class Receiver:
 
     def idle_call(self) -> tuple[object, ...] | None:
         """Identify the request in progress; None without one, or if it is awaited."""
-        return ("pull", self._number, self._pulls) if self._is_pulling and self._reader is None else None
+        pull = self._pull
+        return ("pull", self._number, self._pulls) if pull and not pull.done() and self._reader is None else None

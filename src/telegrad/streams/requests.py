@@ -1,5 +1,6 @@
 """Requests of a stream's caller, apart from the one that opens it."""
 
+from collections.abc import Callable
 from typing import Any
 
 from telegrad.errors import TelegradError
@@ -8,7 +9,24 @@ from telegrad.worker import Worker, current
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.scope import Scope
 
-__all__ = ["notify_closed", "start_step"]
+__all__ = ["guarded", "notify_closed", "start_step"]
+
+
+def guarded(
+    arrived: Callable[[CallFuture[Any]], None], failed: Callable[[BaseException], None]
+) -> Callable[[CallFuture[Any]], None]:
+    """Return a callback of a future that passes its exceptions on: torch drops them.
+
+    A signal handler may raise in it, because the main thread polls.
+    """
+
+    def run(future: CallFuture[Any]) -> None:
+        try:
+            arrived(future)
+        except BaseException as e:
+            failed(e)
+
+    return run
 
 
 def start_step(

@@ -160,12 +160,8 @@ class Stream(Generic[T_co]):
     # ---- the end
 
     def _check_unread(self) -> None:
-        receiver = self._receiver
-        if receiver.is_closed or receiver.is_over:
-            how = "closed" if receiver.is_closed and not receiver.failed else "read to its end"
-            raise StreamError(
-                f"{receiver} was {how}, and can be read only once. Call rpc.stream again, or keep the items in a list."
-            )
+        if ended := self._receiver.describe_end():
+            raise StreamError(ended)
 
     def close(self) -> None:
         """Close the generator; items that were not read are dropped.
