@@ -148,7 +148,7 @@ _REMEDY_BY_STATE: Final = {
     "queued": "Raise num_worker_threads of the callee, or pass a larger timeout= (0 means no limit). A use of a"
     " reference also waits here until its value has been created.",
     "reply lost": "Pass a larger timeout= (0 means no limit), or check the network.",
-    "unknown": "Check whether the callee's process is stopped.",
+    "unknown": "The callee has not answered: check whether its process is stopped, and the network.",
 }
 
 

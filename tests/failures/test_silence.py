@@ -205,7 +205,7 @@ def members() -> list[str]:
 
 
 def test_a_member_that_holds_the_gil_longer_than_its_lease_is_not_lost(tmp_path: Path) -> None:
-    """The core answers the failure detector meanwhile, so the member loses no other one either."""
+    """The core answers meanwhile, so the member loses no other one either."""
     with actors(2, tmp_path, transports=("tcp",), heartbeat=INTERVAL, member_lease=1.0) as (first, busy):
         for actor in (first, busy):
             actor.do(see_other_hosts)

@@ -72,7 +72,7 @@ def add_member(changes: MemberChanges, parts: MagicMock, incarnation: int, retur
 
 
 def test_another_process_gets_messages_in_another_epoch() -> None:
-    """The messages are not those for its predecessor, whose loss this worker may not know of."""
+    """Messages for its predecessor, whose loss this worker may not know of, do not."""
     changes, parts = worker_with_peer(incarnation=7)
     add_member(changes, parts, incarnation=8, returned=True, lost=False)
     assert parts.references.mock_calls == [call.peer_joined(1)]

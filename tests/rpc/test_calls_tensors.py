@@ -128,7 +128,7 @@ OTHERS: dict[str, Make] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_kinds(name: str) -> None:
-    """Such tensors arrive or raise; a strided nested tensor ends a process of torch's own RPC."""
+    """Tensors arrive or raise; a strided nested one ends a process of torch's RPC."""
     sent = OTHERS[name]()
     try:
         got = rpc.rpc_sync("w1", echo, (sent,))

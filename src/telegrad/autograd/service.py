@@ -166,9 +166,14 @@ class Autograd:
             "autograd contexts that have ended, but not for all": len(contexts.tombstones),
             "autograd contexts that were not left before the end": contexts.leaked,
             "backward passes": self.passes.count,
-            "messages sent outside of contexts whose graph is kept": len(self.plain.sends) + len(self.plain.consumed),
+            "messages sent outside of contexts whose graph is kept": self.kept_graphs,
             "messages received outside of contexts with live tensors": len(self.plain.receipts),
         }
+
+    @property
+    def kept_graphs(self) -> int:
+        """Return the number of messages whose graph is kept for plain passes."""
+        return len(self.plain.sends) + len(self.plain.consumed)
 
     def stats(self) -> dict[str, int]:
         """Return the numbers of passes and contexts under torch's names."""

@@ -130,6 +130,10 @@ class AutogradHooks(Protocol[C]):
     def stats(self) -> dict[str, int]:
         """Return the numbers of passes and contexts under torch's names."""
 
+    @property
+    def kept_graphs(self) -> int:
+        """Return the number of messages whose graph is kept for plain passes."""
+
     # ---- the group
 
     def peer_lost(self, peer: int, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Reasons that a pass failed or does not end, and the errors that `backward` raises."""
+"""Reasons that a pass failed or does not end, and the errors of `backward`."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -248,6 +248,8 @@ class DebugInfo:
         membership: the group; None once this worker has left it.
         references: its remote references; None if another thread holds their table for long.
         contexts: number of autograd contexts.
+        kept_graphs: number of sent messages whose graph is kept, because a tensor of theirs lives at the receiver: for
+            backward passes without a context.
         passes: number of backward passes in progress.
         bytes: memory of received messages.
         limits: what it keeps and may keep, by the name of the option that sets the limit. Two limits have no option:
@@ -275,6 +277,7 @@ class DebugInfo:
     membership: MembershipInfo | None
     references: ReferencesInfo | None
     contexts: int
+    kept_graphs: int
     passes: int
     bytes: BytesInfo
     limits: dict[str, LimitInfo]
@@ -297,7 +300,7 @@ class DebugInfo:
         yield from _membership(self.membership)
         references = "not readable: another thread holds their table"
         yield f"  references: {references if self.references is None else _facts(self.references)}"
-        yield f"  autograd: {self.contexts} contexts, {self.passes} passes"
+        yield f"  autograd: {self.contexts} contexts, {self.passes} passes, {self.kept_graphs} graphs kept for peers"
         yield f"  bytes: {_facts(self.bytes)}"
         yield from _part("limits", (_limit(name, each) for name, each in self.limits.items()))
         yield f"  threads: {', '.join(self.threads) or 'none'}"

@@ -109,6 +109,7 @@ def snapshot(worker: Inspected) -> DebugInfo:
         membership=_membership(worker),
         references=references,
         contexts=autograd["num_autograd_contexts"],
+        kept_graphs=worker.autograd.kept_graphs,
         passes=autograd["num_current_backward_passes"],
         bytes=BytesInfo(
             received_in_use=stats["live_bytes"],
