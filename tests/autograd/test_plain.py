@@ -74,8 +74,6 @@ def test_graphs_that_are_kept_for_peers_are_shown(group: Cluster) -> None:
     held = rpc.rpc_sync("w1", scale, (ones(),))
     assert group[1].debug_info().kept_graphs == 1
     assert "1 graphs kept for peers" in str(group[1].debug_info())
-    held.sum().backward()
-    assert group[1].debug_info().kept_graphs == 1  # of a tensor that lives, until its receiver frees it
     del held
     eventually(lambda: group[1].debug_info().kept_graphs == 0)
 
