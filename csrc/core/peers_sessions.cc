@@ -191,8 +191,10 @@ std::optional<Handshake::Step> Peers::refuse_older(Handshake& handshake, const P
   return handshake.refuse(OfferAnswer::kStale, "another worker has taken the name " + remote.name);
 }
 
-/// Makes an open connection the session of its peer. Returns false if it has been given up.
+/// Makes an open connection the session of its peer. Returns false if it has been given up, or its process removed
+/// meanwhile: another thread closes it.
 bool Peers::begin_session(const ConnectionPtr& c, Peer& peer) {
+  if (peer.removed && c->handshake.peer().incarnation <= peer.identity.incarnation) return false;
   if (c->initiator) {
     if (peer.dial != c) return false;
     peer.dial.reset();
