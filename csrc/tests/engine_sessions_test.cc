@@ -255,6 +255,25 @@ CASE(the_end_of_an_older_incarnation_leaves_the_newer_one_that_connects) {
   a.wait_for_event(EventKind::kPeerLost);
 }
 
+/// A call is made within `set_peer`, when the session with the older process has ended.
+CASE(an_older_process_that_is_dialed_while_it_is_replaced_gets_no_session) {
+  Settings replacing = Worker::settings_of(1);
+  replacing.handshake.me.incarnation = 2077;
+  Worker a(0), older(1), newer(1, replacing);
+  older.listen("unix");
+  newer.listen("unix");
+  a.meet(older);
+  Completion call;
+  const auto in_between = [&] { call = a.call(1, {.body = "x"}); };
+  a.start(1, 0, {.tag = kNoAnswer, .keep_alive = std::make_unique<Bytes>("", std::vector<std::string>(), in_between)});
+  older.handled.wait_for(1);
+  PeerAddress address = newer.address();
+  address.identity.incarnation = 2077;
+  a.engine->set_peer(address);
+  CHECK_SAYS(call.why, "an older process of worker w1 answers at this address");
+  CHECK_EQ(body_of(a.call(1, {.body = "y"})), "y");
+}
+
 CASE_ON_EVERY_SCHEME(both_connect_at_once) {
   for (int round = 0; round < times(100); ++round) {
     Worker a(0), b(1);
