@@ -2,8 +2,6 @@
 //
 // This program replaces `send`, so that a case can hold the welcome to a peer.
 #include <sys/socket.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
@@ -293,5 +291,5 @@ CASE_ON_EVERY_SCHEME(both_connect_at_once) {
 
 extern "C" ssize_t send(int fd, const void* data, std::size_t size, int flags) {
   telegrad::test::on_send(data, size);
-  return ::syscall(SYS_sendto, fd, data, size, flags, nullptr, 0);
+  return ::sendto(fd, data, size, flags, nullptr, 0);  // which the sanitizers see
 }
