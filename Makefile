@@ -46,12 +46,13 @@ test-core: $(READY)
 OTHER_TRANSPORTS := unix tcp
 OVER_TRANSPORTS := $(addprefix tests/,rpc references autograd optim nn failures faults groups security compat observe testing)
 
-test-slow: build ## the slow tests: stress and soak in Python, every transport, the core and the bindings under sanitizers, mutants, fuzzers
+test-slow: build ## the slow tests: stress and soak in Python, every transport, the core and the bindings under sanitizers, a build without OpenSSL, mutants, fuzzers
 	$(PY) -m pytest -q -m slow --timeout 600 --junit-xml $(RESULTS)/slow.xml $(ARGS)
 	set -e; for one in $(OTHER_TRANSPORTS); do export TELEGRAD_TRANSPORTS=$$one; \
 	  $(PY) -m pytest -q -m "not slow" --junit-xml $(RESULTS)/$$one.xml $(SHARED) $(OVER_TRANSPORTS); $(CONFORMANCE); done
 	tools/test_core.sh $(VENV) $(BUILD)/tsan thread
 	tools/test_bindings_sanitized.sh $(VENV) $(BUILD)/asan-python
+	tools/test_without_openssl.sh $(VENV) $(BUILD)/without-openssl
 	$(PY) tools/mutants.py $(VENV) $(BUILD)/mutants
 	tools/fuzz.sh $(VENV) $(BUILD)/fuzz $(FUZZ_SECONDS)
 

@@ -17,6 +17,9 @@ struct sockaddr_storage;
 
 namespace telegrad {
 
+/// Id of no user.
+inline constexpr auto kNoUser = static_cast<uid_t>(-1);
+
 /// User that runs the process at the other end of a link.
 struct PeerCredentials {
   enum class Kind {
@@ -25,7 +28,7 @@ struct PeerCredentials {
     kUnknown,  // the process may be on this host, and the kernel does not report its user
   };
   Kind kind;
-  uid_t uid = 0;
+  uid_t uid = kNoUser;
   std::string why = {};  // kUnknown: the reason; "" if the process has closed its end
 };
 

@@ -78,18 +78,22 @@ void Peers::set_peer(PeerAddress address) {
 }
 
 void Peers::remove_peer(std::int32_t id, const std::string& why, std::uint64_t incarnation) {
-  Released released;
   std::vector<ConnectionPtr> links;
   {
+    Released released;
     Lock lock(parts_.mutex);
-    auto found = peers_.find(id);
-    if (found == peers_.end() || found->second.identity.incarnation > incarnation) return;
-    mark_removed(id, found->second);
-    found->second.last_error = why;
+    Peer* const peer = find(id);
+    if (!peer || peer->identity.incarnation > incarnation) return;
+    mark_removed(id, *peer);
+    // Those with which no session has begun yet are removed with it.
+    peer->identity.incarnation = std::max(peer->identity.incarnation, std::min(peer->newest, incarnation));
+    peer->last_error = why;
     for (auto& [token, c] : connections_) {
       if (c->peer == id) links.push_back(c);
     }
-    unreachable(found->second, why, released);
+    const ConnectionPtr& opening = peer->connection_to_open;
+    if (opening && opening->handshake.peer().incarnation <= incarnation) links.push_back(opening);
+    unreachable(*peer, why, released);
   }
   for (auto& c : links) close_connection(c, why);
 }

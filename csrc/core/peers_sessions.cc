@@ -144,8 +144,11 @@ std::optional<Handshake::Step> Peers::decide(const ConnectionPtr& c, std::vector
     const std::string why = peer.removed ? id + " is no member any more" : id + " is taken by another name";
     return handshake.refuse(OfferAnswer::kForeign, why);
   }
-  if (!c->initiator) {  // before the peer counts as back
+  // Before the peer counts as back. `newest` may be ahead of the agreement: see `set_peer`.
+  if (!c->initiator) {
     if (auto step = refuse_older(handshake, peer)) return step;
+  } else if (remote.incarnation < peer.newest) {
+    return Handshake::Step{.failed = "an older process of worker " + remote.name + " answers at this address"};
   }
   peer.newest = std::max(peer.newest, remote.incarnation);
   if (std::exchange(peer.was_lost, false)) {
@@ -158,8 +161,8 @@ std::optional<Handshake::Step> Peers::decide(const ConnectionPtr& c, std::vector
   }
   SessionAgreement& agreement = peer.agreement;
   if (c->initiator) {
-    if (agreement.confirm(remote.incarnation)) return handshake.proceed();
-    return Handshake::Step{.failed = "an older process of worker " + remote.name + " answers at this address"};
+    agreement.confirm(remote.incarnation);
+    return handshake.proceed();
   }
   const OfferVerdict verdict = agreement.judge(remote.incarnation, handshake.offer());
   if (verdict.ends_session) ended.push_back(peer.connection ? peer.connection : peer.connection_to_open);
@@ -191,8 +194,10 @@ std::optional<Handshake::Step> Peers::refuse_older(Handshake& handshake, const P
   return handshake.refuse(OfferAnswer::kStale, "another worker has taken the name " + remote.name);
 }
 
-/// Makes an open connection the session of its peer. Returns false if it has been given up.
+/// Makes an open connection the session of its peer. Returns false if it has been given up, or its process removed
+/// meanwhile: another thread closes it.
 bool Peers::begin_session(const ConnectionPtr& c, Peer& peer) {
+  if (peer.removed && c->handshake.peer().incarnation <= peer.identity.incarnation) return false;
   if (c->initiator) {
     if (peer.dial != c) return false;
     peer.dial.reset();

@@ -1,8 +1,13 @@
-// The failure detector of an engine: silent peers are lost, slow and busy ones are not.
+// The failure detector of an engine: silent peers are lost, slow and busy ones are not. The kernel watches TCP for it.
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 
+#include <algorithm>
+#include <filesystem>
 #include <thread>
 
+#include "tests/relay.h"
 #include "tests/workers.h"
 
 namespace telegrad::test {
@@ -135,6 +140,65 @@ CASE(a_peer_that_never_answers_is_lost) {
   CHECK(a.call(1, {.flags = kMustDeliver}).status == CallStatus::kUnreachable);
   CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost),
              "within connect_timeout: it does not answer at " + silent.address().addresses.front());
+}
+
+int option(int fd, int level, int name) {
+  int value = 0;
+  socklen_t size = sizeof value;
+  CHECK_EQ(getsockopt(fd, level, name, &value, &size), 0);
+  return value;
+}
+
+/// Returns how the kernel watches the connections of this process to a port, or those that were accepted there: the
+/// seconds before and between probes, their number, and the milliseconds without an acknowledgement. "": not at all.
+std::vector<std::string> watched(const std::string& address, bool accepted) {
+  const auto port = static_cast<std::uint16_t>(std::stoi(address.substr(address.rfind(':') + 1)));
+  std::vector<std::string> all;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    const int fd = std::stoi(entry.path().filename());
+    sockaddr_in mine{}, theirs{};
+    socklen_t size = sizeof mine, their_size = sizeof theirs;
+    if (getsockname(fd, reinterpret_cast<sockaddr*>(&mine), &size) != 0 || mine.sin_family != AF_INET) continue;
+    if (getpeername(fd, reinterpret_cast<sockaddr*>(&theirs), &their_size) != 0) continue;  // a listener
+    if (ntohs((accepted ? mine : theirs).sin_port) != port) continue;
+    std::string how;
+    if (option(fd, SOL_SOCKET, SO_KEEPALIVE) != 0) {
+      for (const int name : {TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT, TCP_USER_TIMEOUT})
+        how += (how.empty() ? "" : " ") + std::to_string(option(fd, IPPROTO_TCP, name));
+    }
+    all.push_back(how);
+  }
+  std::sort(all.begin(), all.end());
+  return all;
+}
+
+/// A lane has no limit without an acknowledgement: its peer may leave it unread. It is probed like the others.
+CASE(the_kernel_watches_both_ends_over_tcp_and_their_lanes) {
+  const auto settings = [](int id, Nanos interval) {
+    Settings s = Worker::settings_of(id);
+    s.handshake.resume = true;
+    s.handshake.lanes = 2;
+    s.heartbeat = interval;
+    return s;
+  };
+  Worker a(0, settings(0, 8 * kSecond)), b(1, settings(1, 16 * kSecond));
+  Relay relay(b.listen("tcp"));
+  a.engine->set_peer({.identity = b.address().identity, .addresses = {relay.address()}});
+  const auto check = [&](const std::vector<std::string>& at_a, const std::vector<std::string>& at_b) {
+    while (watched(relay.address(), false).size() != at_a.size()) std::this_thread::yield();  // earlier ones close
+    while (watched(b.address().addresses[0], true).size() != at_b.size()) std::this_thread::yield();
+    CHECK(watched(relay.address(), false) == at_a);
+    CHECK(watched(b.address().addresses[0], true) == at_b);
+  };
+  CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
+  check({"5 5 3 23200"}, {"11 11 3 46400"});
+  const std::string large(8 << 20, 'x');
+  while (a.engine->stats().lanes < 1 || b.engine->stats().lanes < 1) a.call(1, {.segments = {large}});
+  check({"5 5 3 0", "5 5 3 23200"}, {"11 11 3 0", "11 11 3 46400"});
+  relay.reset();
+  CHECK_EQ(body_of(a.call(1, {.body = "again", .timeout = 20 * kSecond})), "again");
+  check({"5 5 3 23200"}, {"11 11 3 46400"});
+  CHECK_EQ(a.event_count.value(), 0);
 }
 
 }  // namespace

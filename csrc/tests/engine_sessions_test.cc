@@ -1,10 +1,39 @@
-// Sessions of two engines: one connection per pair, ends in order, and processes that were replaced.
+// Sessions of two engines: one connection per pair, ends in order, and processes that were replaced or removed.
+//
+// This program replaces `send`, so that a case can hold the welcome to a peer.
+#include <sys/socket.h>
+
+#include <atomic>
+#include <cstring>
 #include <thread>
 
 #include "tests/workers.h"
 
 namespace telegrad::test {
 namespace {
+
+/// Set by a case: a welcome, and the permission to send it.
+struct Welcoming {
+  Event begun, go_on;
+};
+std::atomic<Welcoming*> welcoming = nullptr;
+
+void on_send(const void* data, std::size_t size) {
+  FrameHeader h;
+  if (size < sizeof h) return;
+  std::memcpy(&h, data, sizeof h);
+  if (h.magic != kMagic || h.type != FrameType::kWelcome) return;
+  if (Welcoming* const held = welcoming.exchange(nullptr)) {
+    held->begun.set();
+    held->go_on.wait();
+  }
+}
+
+void check_refused(Worker& by, int id) {
+  Puppet p(id);
+  p.prove(by.address());
+  CHECK(p.receive().header.type == FrameType::kRefuse);
+}
 
 /// A session opens once the loss of the last one has been acknowledged, although other threads are free.
 CASE(a_session_opens_after_the_loss_of_the_last) {
@@ -162,6 +191,87 @@ CASE(the_end_of_an_incarnation_that_was_announced_leaves_the_newer_one_that_conn
   newer.connect(a.address());  // it is still a member
 }
 
+/// The welcome arrives when `remove_peer` has removed the peer, and has not closed the connection yet.
+CASE(a_removed_peer_does_not_return_with_a_dial_under_way) {
+  Worker a(0);
+  a.listen("unix");
+  Puppet p(1);
+  a.engine->set_peer(p.address());
+  Handshake::Step step;
+  const auto in_between = [&] {
+    for (int i = 0; i < 2; ++i) p.send(message(*step.send, step.body));  // a second welcome is an error
+    p.wait_for_end();
+  };
+  a.start(1, 0, {.keep_alive = std::make_unique<Bytes>("", std::vector<std::string>(), in_between)});
+  CHECK(readable(p.listener->fd()));
+  p.link = p.listener->accept();
+  Handshake handshake = Handshake::accept(p.config);
+  while (!step.open) {
+    if (step.send) p.send(message(*step.send, step.body));
+    const Incoming m = p.receive();
+    step = advance(handshake, m.header.type, m.body_view());
+  }
+  a.engine->remove_peer(1, "removed");
+  CHECK_EQ(a.event_count.value(), 0);
+  check_refused(a, 1);
+}
+
+/// The peer is removed while it is being welcomed.
+CASE(a_removed_peer_does_not_return_with_an_accepted_connection) {
+  Worker a(0);
+  a.listen("unix");
+  Puppet p(1);
+  a.engine->set_peer(p.address());
+  Welcoming held;
+  welcoming = &held;
+  p.prove(a.address());
+  held.begun.wait();
+  const auto in_between = [&] { held.go_on.set(); };
+  a.start(1, 0, {.keep_alive = std::make_unique<Bytes>("", std::vector<std::string>(), in_between)});
+  a.engine->remove_peer(1, "removed");
+  CHECK_EQ(a.engine->stats().connections, 0u);
+  check_refused(a, 1);
+}
+
+/// A newer process connects while the older one is removed.
+CASE(the_end_of_an_older_incarnation_leaves_the_newer_one_that_connects) {
+  Worker a(0);
+  a.listen("unix");
+  Puppet older(1), newer(1);
+  newer.config.me.incarnation = 2077;
+  a.engine->set_peer(older.address());
+  Welcoming held;
+  welcoming = &held;
+  newer.prove(a.address());
+  held.begun.wait();
+  const auto in_between = [&] { held.go_on.set(); };
+  a.start(1, 0, {.keep_alive = std::make_unique<Bytes>("", std::vector<std::string>(), in_between)});
+  a.engine->remove_peer(1, "killed", older.config.me.incarnation);
+  CHECK_EQ(a.engine->stats().connections, 1u);
+  CHECK(newer.receive().header.type == FrameType::kWelcome);
+  newer.link->close();
+  a.wait_for_event(EventKind::kPeerLost);
+}
+
+/// A call is made within `set_peer`, when the session with the older process has ended.
+CASE(an_older_process_that_is_dialed_while_it_is_replaced_gets_no_session) {
+  Settings replacing = Worker::settings_of(1);
+  replacing.handshake.me.incarnation = 2077;
+  Worker a(0), older(1), newer(1, replacing);
+  older.listen("unix");
+  newer.listen("unix");
+  a.meet(older);
+  Completion call;
+  const auto in_between = [&] { call = a.call(1, {.body = "x"}); };
+  a.start(1, 0, {.tag = kNoAnswer, .keep_alive = std::make_unique<Bytes>("", std::vector<std::string>(), in_between)});
+  older.handled.wait_for(1);
+  PeerAddress address = newer.address();
+  address.identity.incarnation = 2077;
+  a.engine->set_peer(address);
+  CHECK_SAYS(call.why, "an older process of worker w1 answers at this address");
+  CHECK_EQ(body_of(a.call(1, {.body = "y"})), "y");
+}
+
 CASE_ON_EVERY_SCHEME(both_connect_at_once) {
   for (int round = 0; round < times(100); ++round) {
     Worker a(0), b(1);
@@ -178,3 +288,8 @@ CASE_ON_EVERY_SCHEME(both_connect_at_once) {
 
 }  // namespace
 }  // namespace telegrad::test
+
+extern "C" ssize_t send(int fd, const void* data, std::size_t size, int flags) {
+  telegrad::test::on_send(data, size);
+  return ::sendto(fd, data, size, flags, nullptr, 0);  // which the sanitizers see
+}

@@ -122,6 +122,7 @@ CASE(a_closed_end_has_no_user) {
     for (const int fd : {c.b.get(), alone.get()}) {
       const PeerCredentials user = lookup.of_tcp_peer(fd);
       CHECK(user.kind == PeerCredentials::Kind::kUnknown);
+      CHECK_EQ(user.uid, kNoUser);
       CHECK_EQ(user.why, "");
     }
   }

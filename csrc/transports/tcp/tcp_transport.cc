@@ -37,17 +37,19 @@ void limit_unsent(int fd) {
   setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kMaxUnsent, sizeof kMaxUnsent);
 }
 
-/// Sends keepalive probes, which also keep the entries of NATs, and limits the time without an acknowledgement.
+/// Sends keepalive probes, which also keep the entries of NATs, and limits the time without an acknowledgement. Without
+/// a limit, the probes stay: the kernel of the other end answers them, whether its process reads or not.
 void set_silence_limit(int fd, Nanos limit) {
   constexpr int kProbes = 3;
-  const int on = 1, probes = kProbes;
-  const int pause = std::max(static_cast<int>(limit / kSecond) / (kProbes + 1), 1);       // seconds
   const int limit_ms = static_cast<int>(std::min<Nanos>(limit / kMillisecond, INT_MAX));  // 0: the system's
+  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, sizeof limit_ms);
+  if (limit == 0) return;
+  const int on = 1, probes = kProbes;
+  const int pause = std::max(static_cast<int>(limit / kSecond) / (kProbes + 1), 1);  // seconds
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &pause, sizeof pause);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &pause, sizeof pause);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, sizeof limit_ms);
 }
 
 PeerCredentials peer_credentials(int fd, CredentialLookup& lookup) { return lookup.of_tcp_peer(fd); }
