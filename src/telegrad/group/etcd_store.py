@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from telegrad.group.addresses import is_loopback
 from telegrad.group.etcd_client import EtcdClient
+from telegrad.group.group_store import log_key
 from telegrad.group.store_waits import Store
 from telegrad.waits import Wait
 
@@ -188,7 +189,7 @@ class EtcdGroupStore:
         return True  # the client connects with each request
 
     def _log(self, epoch: int) -> str:
-        return f"{self._prefix}log/{epoch:010}"
+        return self._prefix + log_key(epoch)
 
 
 def _text(value: str | bytes) -> str:
