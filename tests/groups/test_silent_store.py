@@ -28,7 +28,7 @@ LATEST = SOON + 2.0  # s: one for the steps after the timeout, and one for a bus
 
 @pytest.fixture
 def long_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait long for the membership thread where the timeout of a shutdown does not limit it."""
+    """Wait long for the membership thread if no timeout limits that."""
     monkeypatch.setattr(membership_service, "_STOP_TIMEOUT", END)
 
 
