@@ -292,7 +292,10 @@ ROWS = (
     Row(
         "F2",
         "a newcomer that cannot talk to the members",
-        tests_of(_JOINING, "test_newcomer_that_a_member_refuses", "test_newcomer_with_another_secret"),
+        (
+            *tests_of(_JOINING, "test_newcomer_that_a_member_refuses", "test_newcomer_with_another_secret"),
+            *tests_of(_NETWORKS, "test_a_newcomer_behind_a_firewall_changes_nothing"),
+        ),
     ),
     Row(
         "F3",
@@ -315,7 +318,10 @@ ROWS = (
     Row(
         "F5",
         "two workers of one name",
-        tests_of(_JOINING, "test_name_of_a_live_worker", "test_newcomer_that_cannot_reach_a_live_member"),
+        (
+            *tests_of(_JOINING, "test_name_of_a_live_worker", "test_newcomer_that_cannot_reach_a_live_member"),
+            *tests_of(_NETWORKS, "test_a_newcomer_behind_a_firewall_changes_nothing"),
+        ),
     ),
     Row(
         "F6", "a join waits for the slowest member", tests_of(_MEMBERS, "test_stopped_member_does_not_delay_a_newcomer")

@@ -23,7 +23,7 @@ from fault_helpers import (
     shut_down,
 )
 from network_helpers import Network, hosts, missing, network
-from process_helpers import TIMEOUT, Actor, call_many, hang, state
+from process_helpers import TIMEOUT, Actor, call_many, failure, hang, state
 
 from telegrad import autograd, rpc
 from telegrad.rpc import Options
@@ -374,3 +374,29 @@ def test_a_replaced_host_that_wakes_up_is_fenced(net: Network, tmp_path: Path) -
     finally:
         for actor in group:
             actor.clean_up()
+
+
+# ---- newcomers
+
+
+def names() -> list[str]:
+    worker = current_worker()
+    assert worker is not None
+    return [info.name for info in worker.members.infos()]
+
+
+def test_a_newcomer_behind_a_firewall_changes_nothing(net: Network, tmp_path: Path) -> None:
+    """A firewall is between it and w1. It tries a new name, and that of w1."""
+    with elastic_group(net, tmp_path) as (where, group):
+        new = Actor(3, tmp_path, net.entrance(3))
+        group.append(new)
+        with net.dropped(1, 3), net.dropped(3, 1):
+            for name, said in (("w3", "no connection to its live member w1"), ("w1", "rank 1 is taken by worker w1")):
+                error, text = new.begin(failure, join_elastic, name, where, net.address(3)).result()
+                assert (error, said in text) == ("TelegradError", True), text
+                assert [member.do(names) for member in group[:3]] == [["w0", "w1", "w2"]] * 3
+                assert group[0].do(call_many, "w1", 2) == group[1].do(call_many, "w0", 2) == 2
+        new.do(join_elastic, "w3", where, net.address(3))
+        eventually(lambda: all(member.do(names) == ["w0", "w1", "w2", "w3"] for member in group))
+        assert new.do(call_many, "w1", 2) == group[1].do(call_many, "w3", 2) == 2
+        shut_down(*group)

@@ -69,6 +69,25 @@ def test_values_and_counters(where: str) -> None:
         part.wait(["absent"], timedelta(seconds=0.05))
 
 
+def test_a_counter_gives_each_client_a_number_of_its_own(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client adds between the read and the write of another: equal sums."""
+    first, second = store_at(where), store_at(where)
+    numbers: list[int] = []
+    read = first.client.get
+
+    def read_and_be_late(key: str) -> str | None:
+        found = read(key)
+        if not numbers:
+            numbers.append(second.add("ids", 1))
+        return found
+
+    monkeypatch.setattr(first.client, "get", read_and_be_late)
+    numbers.append(first.add("ids", 1))
+    assert numbers == [1, 2]
+    numbers += run_all([lambda: store_at(where).add("ids", 1) for _ in range(20)])
+    assert sorted(numbers) == list(range(1, 23))
+
+
 class _StartsLate(BaseHTTPRequestHandler):
     """Gateway of an etcd that has no key."""
 

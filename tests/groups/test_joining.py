@@ -256,8 +256,9 @@ def test_ids_are_not_used_again() -> None:
 def test_name_of_a_live_worker() -> None:
     with cluster(1, dynamic=True) as group:
         for rank, said in ((-1, "rank 0 is taken by worker w0, which is in the group already"), (5, "not unique")):
-            with pytest.raises(RuntimeError, match=said):
+            with pytest.raises(TelegradError, match=said) as refusal:
                 Worker("w0", rank, store=group.store)
+            assert type(refusal.value) is TelegradError
         assert group[0].rpc_sync("w0", abs, (-1,)) == 1
 
 

@@ -1,11 +1,16 @@
 """Parts of a worker that hear of a lost, replaced or returned worker."""
 
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock, call
 
+import pytest
+
+from telegrad.group.records import Member
 from telegrad.options import Options
 from telegrad.types import WorkerInfo
 from telegrad.worker.membership.changes import MemberChanges
+from telegrad.worker.membership.members import Members
 
 
 def worker_with_peer(incarnation: int) -> tuple[MemberChanges, MagicMock]:
@@ -19,13 +24,28 @@ def worker_with_peer(incarnation: int) -> tuple[MemberChanges, MagicMock]:
     return changes, parts
 
 
-def test_the_end_of_an_older_process_ends_its_references_only() -> None:
-    changes, parts = worker_with_peer(incarnation=8)
-    changes.on_peer_lost(1, 7, "replaced", departed=False)
+@pytest.mark.parametrize("departed", [False, True])
+def test_the_end_of_an_older_process_ends_its_references_only(departed: bool) -> None:
+    """The membership thread adds its successor before the loss is recorded."""
+    changes, parts = worker_with_peer(incarnation=7)
+    members = changes.members = Members(changes.info, lambda: None)
+    members.add(Member(1, "w1", 7, [], "here"))
+    mark_lost = members.mark_lost
+
+    def mark_lost_late(*loss: Any) -> bool:
+        changes.add_member(Member(1, "w1", 8, [], "here"))
+        parts.reset_mock()
+        return mark_lost(*loss)
+
+    members.mark_lost = mark_lost_late  # type: ignore[method-assign]
+    changes.on_peer_lost(1, 7, "replaced", departed)
     assert parts.references.mock_calls == [call.peer_lost(1, "replaced", False)]
     assert parts.autograd.mock_calls == [call.peer_lost(1, "replaced")]
     assert not parts.shutdown.mock_calls
     assert not parts.membership.mock_calls
+    assert not members.lost
+    assert not members.departed
+    assert not members.removed
 
 
 def test_a_returned_worker_gets_messages_in_another_epoch() -> None:

@@ -16,9 +16,14 @@ from free_ports import free_port
 from telegrad import rpc
 from telegrad.errors import TelegradError, UnknownWorker
 from telegrad.group import hosting, rendezvous, stores
-from telegrad.group.records import Group, Member, member_of, record_of, sealed, unsealed
+from telegrad.group import log as group_log
+from telegrad.group.group_store import C10dStore, log_key
+from telegrad.group.lease import lease_key
+from telegrad.group.log import GroupLog
+from telegrad.group.records import Group, Member, member_key, member_of, record_of, sealed, seat_of, unsealed
+from telegrad.protocols.membership import Join, Joined, Leave
 from telegrad.rpc import Options, Worker
-from telegrad.testing import cluster, run_all
+from telegrad.testing import Cluster, cluster, eventually, run_all
 
 GIVEN = Options(secret="correct horse battery staple", rpc_timeout=30)
 LONG = timedelta(seconds=30)
@@ -229,7 +234,7 @@ def through_store(record: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("group", [GROUP, GROUP._replace(shared_secret=True)])
 def test_records_survive_the_round_trip(group: Group) -> None:
-    back = member_of(through_store(record_of(ME, group)), group)
+    back = member_of(ME.id, through_store(record_of(ME, group)), group)
     assert back == ME._replace(devices=list(ME.devices))
 
 
@@ -243,19 +248,20 @@ def test_records_survive_the_round_trip(group: Group) -> None:
         {"mac": ["a", 1]},
         {"mac": record_of(ME, Group("token", b"other", False))["mac"]},
         {"mac": record_of(ME, Group("another group's", b"horse", False))["mac"]},
+        record_of(ME._replace(id=2), GROUP),
     ],
-    ids=["address", "rank", "mac", "none", "kind", "other secret", "other group"],
+    ids=["address", "rank", "mac", "none", "kind", "other secret", "other group", "record of another rank"],
 )
 def test_forged_record(forged: dict[str, Any]) -> None:
     with pytest.raises(TelegradError, match=r"record of worker w1 .* was not made with the group's secret"):
-        member_of(through_store({**record_of(ME, GROUP), **forged}), GROUP)
+        member_of(1, through_store({**record_of(ME, GROUP), **forged}), GROUP)
 
 
 def test_secret_where_others_have_none() -> None:
     with pytest.raises(
         TelegradError, match=r"w1 \(rank 1\) was started with a secret, but others of the group without"
     ):
-        member_of(through_store(record_of(ME, GROUP)), Group("token", b"random", True))
+        member_of(1, through_store(record_of(ME, GROUP)), Group("token", b"random", True))
 
 
 @pytest.mark.openssl
@@ -266,7 +272,7 @@ def test_forged_entry_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
         forged = ["tcp:10.6.6.6:5"]
         entry = json.dumps([[2, 0, [5, "intruder", 1 << 32, forged, "there"], None], ""])
         store.compare_set("log/0000000002", "", entry)
-        with pytest.raises(TelegradError, match="an entry of the group's store was not made with the group's secret"):
+        with pytest.raises(TelegradError, match="log/0000000002 in the group's store was not made with the group's"):
             Worker("w1", options=GIVEN, store=store)
         with pytest.raises(UnknownWorker):
             rpc.get_worker_info("intruder")
@@ -297,18 +303,128 @@ def test_forged_removal(kind: str, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_sealed_entries() -> None:
-    entry = sealed([1, "a"], GROUP)
-    assert unsealed(entry, GROUP) == unsealed(entry, None) == [1, "a"]
+    entry = sealed("key", [1, "a"], GROUP)
+    assert unsealed("key", entry, GROUP, values) == unsealed("other", entry, None, values) == (1, "a")
     open_group = GROUP._replace(shared_secret=True)
-    assert unsealed(sealed([2], open_group), open_group) == [2]
-    for text, group in (
-        (entry, GROUP._replace(secret=b"other")),
-        (entry, GROUP._replace(token="other")),
-        (entry, open_group),
-        (sealed([1], open_group), GROUP),
-        (entry.replace("1", "2", 1), GROUP),
-        ("nonsense", GROUP),
-        ("{}", GROUP),
+    assert unsealed("key", sealed("key", [2, 3], open_group), open_group, values) == (2, 3)
+    for key, text, group in (
+        ("key", entry, GROUP._replace(secret=b"other")),
+        ("key", entry, GROUP._replace(token="other")),
+        ("key", entry, open_group),
+        ("key", sealed("key", [1, 2], open_group), GROUP),
+        ("key", entry.replace("1", "2", 1), GROUP),
+        ("key", "nonsense", GROUP),
+        ("key", "{}", GROUP),
+        ("other", entry, GROUP),
+        ("key", sealed("key", [1], GROUP), GROUP),  # of another form
     ):
-        with pytest.raises(TelegradError, match="was not made with the group's secret"):
-            unsealed(text, group)
+        with pytest.raises(TelegradError, match=f"{key} in the group's store was not made with the group's secret"):
+            unsealed(key, text, group, values)
+
+
+def values(first: object, second: object) -> tuple[object, object]:
+    return first, second
+
+
+# ---- copies of values that members have written
+
+SEALED = ["log", "checkpoint", "deleted", "lease", "service", "member"]
+
+
+def sealed_texts(group: Cluster) -> dict[str, tuple[str, str]]:
+    """Return the key and the text of a value of each kind."""
+    membership = group[0]._worker.membership
+    assert membership is not None
+    log = membership.log
+    assert log.append(Leave(9, 1))[0]  # without effect
+    log._raise_to("checkpoint", log._plain_state())
+    log._raise_to("deleted", [1])
+    with group[0]:
+        rpc.register_service("5000", 1)  # a number, as the first field of `deleted`
+    keys = [log_key(log.view.epoch), "checkpoint", "deleted", lease_key(1), "service/5000"]
+    found = {kind: (key, log.store.get(key) or "") for kind, key in zip(SEALED, keys, strict=False)}
+    record = record_of(group[1]._worker.member, group[1]._worker.group)
+    return {**found, "member": (member_key(1), json.dumps([record["facts"], record["mac"]]))}
+
+
+@pytest.mark.openssl
+@pytest.mark.parametrize("kind", SEALED)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_copy_at_another_key_removes_no_member(dynamic: bool, kind: str) -> None:
+    options = Options(secret=GIVEN.secret, rpc_timeout=30, member_lease=0.8)
+    with cluster(2, options, dynamic=dynamic, graceful=False) as group:
+        texts = sealed_texts(group)
+        text = texts.pop(kind)[1]
+        services = [worker._worker.membership for worker in group]
+        assert services[0] is not None
+        log = services[0].log
+        texts["log"] = log_key(log.view.epoch + 1), ""
+        for key, own in texts.values():
+            with pytest.raises(TelegradError, match=f"{key} in the group's store was not made with the group's secret"):
+                unsealed(key, text, log.group, lambda *plain: plain)
+            log.store.compare_set(key, own or None, text)
+        for service in services:
+            assert service is not None
+            for _ in range(4):
+                renewed = service.renewed
+                eventually(lambda s=service, r=renewed: s.renewed > r)  # type: ignore[misc]
+            eventually(lambda s=service: s.log.view.epoch == log.view.epoch)  # type: ignore[misc]
+        assert [worker._worker.fenced for worker in group] == ["", ""]
+        assert [[info.name for info in worker.get_worker_infos()] for worker in group] == [["w0", "w1"]] * 2
+        assert group[0].rpc_sync("w1", abs, (-1,)) == group[1].rpc_sync("w0", abs, (-1,)) == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        [],
+        [1],
+        [1, 0],
+        [1, 7, 1, 2],
+        [1, "x", 1, 2],
+        [1, 1, {}, 2],
+        [1, 1, 1, [2]],
+        [1, 2, 1, 2],
+        [1, 0, [5, "w5"], None],
+        [1, 0, [5, 5, 5, [], "here"], None],
+        [1, 0, [[5], "w5", 5, [], "here"], None],
+    ],
+)
+def test_an_entry_of_another_form_has_no_effect(entry: list[object], caplog: pytest.LogCaptureFixture) -> None:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    log = GroupLog(C10dStore(store), GROUP, None)
+    log.store.append(1, sealed(log_key(1), entry, GROUP))
+    assert log.refresh() == []
+    assert (log.view.epoch, log.view.members) == (1, {})
+    assert "the entry of epoch 1 of the group has no effect" in caplog.text
+    log.store.set("checkpoint", sealed("checkpoint", entry, GROUP))
+    with pytest.raises(TelegradError, match="checkpoint in the group's store was not made with the group's secret"):
+        GroupLog(log.store, GROUP, None).load()
+    for state in ([], ["x"], [None], [[1]]):
+        log.store.set("deleted", sealed("deleted", state, GROUP))
+        assert log.refresh() == []
+
+
+def test_an_error_does_not_withhold_the_effects_of_earlier_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later entry cannot be applied, or the checkpoint cannot be written."""
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    writer, reader = (GroupLog(C10dStore(store), GROUP, None) for _ in range(2))
+    first, second = (Join(seat_of(ME._replace(id=each, name=f"w{each}"))) for each in (1, 2))
+    assert writer.append(first) == (True, [Joined(first.member)])
+    monkeypatch.setattr(group_log, "_INTERVAL", 1)
+    monkeypatch.setattr(writer, "_write_checkpoint", no_reply)
+    with pytest.raises(RuntimeError, match="no reply"):
+        writer.append(second)
+    assert writer.refresh() == [Joined(second.member)]
+
+    apply = reader.view.apply
+    monkeypatch.setattr(reader.view, "apply", lambda change: apply(change) if change == first else no_reply())
+    with pytest.raises(RuntimeError, match="no reply"):
+        reader.refresh()
+    monkeypatch.setattr(reader.view, "apply", apply)
+    assert [event.member.name for event in reader.refresh()] == ["w1", "w2"]
+    assert reader.refresh() == writer.refresh() == []
+
+
+def no_reply(*_: object) -> Any:
+    raise RuntimeError("no reply")

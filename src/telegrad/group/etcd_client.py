@@ -165,8 +165,13 @@ class EtcdClient:
         """Delete a range of keys."""
         self.request("kv/deleterange", {"key": b64(first), "range_end": b64(end)})
 
-    def compare_set(self, key: str, expected: str | None, desired: str, lease: str = "0") -> str | None:
-        """Write a key if it has the expected value, or none, and return its value."""
+    def compare_set(self, key: str, expected: str | None, desired: str, lease: str = "0") -> tuple[bool, str | None]:
+        """Write a key if it has the expected value, or none.
+
+        Returns:
+            Whether this request has written it, and its value. Another client may have written the same value, and so
+            may an earlier request of this one whose reply is lost.
+        """
         condition: dict[str, object] = {"key": b64(key), "result": "EQUAL"}
         if expected is None:
             condition |= {"target": "CREATE", "create_revision": "0"}
@@ -177,17 +182,17 @@ class EtcdClient:
             "kv/txn", {"compare": [condition], "success": [put], "failure": [{"request_range": {"key": b64(key)}}]}
         )
         if done.get("succeeded"):
-            return desired
+            return True, desired
         found = done["responses"][0]["response_range"].get("kvs")
-        return text(found[0].get("value", "")) if found else None
+        return False, text(found[0].get("value", "")) if found else None
 
     def add(self, key: str, number: int) -> int:
         """Add to a counter. If a reply is lost, the counter may skip a value."""
         while True:
             before = self.get(key)
-            wanted = str(int(before or 0) + number)
-            if self.compare_set(key, before, wanted) == wanted:
-                return int(wanted)
+            wanted = int(before or 0) + number
+            if self.compare_set(key, before, str(wanted))[0]:
+                return wanted
 
     def grant(self, seconds: float) -> str:
         """Return a new lease."""

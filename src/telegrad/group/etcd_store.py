@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from telegrad.group.addresses import is_loopback
 from telegrad.group.etcd_client import EtcdClient
+from telegrad.group.group_store import log_key
 from telegrad.group.store_waits import Store
 from telegrad.waits import Wait
 
@@ -105,7 +106,7 @@ class EtcdStore(_Store):
         return True
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        found = self.client.compare_set(self.prefix + key, _text(expected) or None, _text(desired))
+        _, found = self.client.compare_set(self.prefix + key, _text(expected) or None, _text(desired))
         if found is None:  # as in torch's stores
             return _text(expected).encode()
         return found.encode()
@@ -156,7 +157,7 @@ class EtcdGroupStore:
         return self._client.add(self._prefix + key, number)
 
     def compare_set(self, key: str, expected: str | None, desired: str, lifetime: float = 0) -> str | None:
-        return self._client.compare_set(self._prefix + key, expected, desired, self._lease(key, lifetime))
+        return self._client.compare_set(self._prefix + key, expected, desired, self._lease(key, lifetime))[1]
 
     def _lease(self, key: str, lifetime: float) -> str:
         """Return the lease of etcd for a key, renewed; "0" for none."""
@@ -168,7 +169,7 @@ class EtcdGroupStore:
         return lease
 
     def append(self, epoch: int, entry: str) -> str:
-        found = self._client.compare_set(self._log(epoch), None, entry)
+        _, found = self._client.compare_set(self._log(epoch), None, entry)
         assert found is not None
         return found
 
@@ -188,7 +189,7 @@ class EtcdGroupStore:
         return True  # the client connects with each request
 
     def _log(self, epoch: int) -> str:
-        return f"{self._prefix}log/{epoch:010}"
+        return self._prefix + log_key(epoch)
 
 
 def _text(value: str | bytes) -> str:

@@ -15,13 +15,16 @@ from telegrad.group.probing import probe
 from telegrad.group.store_waits import Part, Store, StoreGone, StoreUnresponsive, base_of, find, whole_of, within
 from telegrad.group.unix_store import LocalStore
 
-__all__ = ["C10dStore", "GroupStore", "group_store_of", "outlives_groups"]
+__all__ = ["C10dStore", "GroupStore", "group_store_of", "log_key", "outlives_groups"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-_LOG = "log/{:010}"
-
 T = TypeVar("T")
+
+
+def log_key(epoch: int) -> str:
+    """Return the key of the entry of an epoch."""
+    return f"log/{epoch:010}"
 
 
 class GroupStore(Protocol):
@@ -139,19 +142,19 @@ class C10dStore:
         return self.get(key) if found == expected else found
 
     def append(self, epoch: int, entry: str) -> str:
-        return _text(self._use(lambda store: store.compare_set(_LOG.format(epoch), "", entry)))
+        return _text(self._use(lambda store: store.compare_set(log_key(epoch), "", entry)))
 
     def read(self, epoch: int, keys: Sequence[str] = ()) -> tuple[list[str], list[str | None]]:
         entries: list[str] = []
-        entry, *values = self.get_all([_LOG.format(epoch), *keys])
+        entry, *values = self.get_all([log_key(epoch), *keys])
         while entry is not None:
             entries.append(entry)
-            entry = self.get(_LOG.format(epoch + len(entries)))
+            entry = self.get(log_key(epoch + len(entries)))
         return entries, self.get_all(keys) if entries and keys else values
 
     def forget(self, epochs: range) -> None:
         try:
-            self._use(lambda store: [store.delete_key(_LOG.format(epoch)) for epoch in epochs])
+            self._use(lambda store: [store.delete_key(log_key(epoch)) for epoch in epochs])
         except StoreGone:
             raise
         except (RuntimeError, AttributeError) as e:  # a store of the program that has no such operation

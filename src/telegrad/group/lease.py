@@ -50,7 +50,8 @@ def lease_key(worker_id: int) -> str:
 
 def sealed_lease(worker_id: int, value: str, group: Group) -> str:
     """Return the value of a lease as text for the store."""
-    return sealed([lease_key(worker_id), value], group)
+    key = lease_key(worker_id)
+    return sealed(key, [key, value], group)
 
 
 def read_lease(store: GroupStore, worker_id: int, group: Group | None, incarnation: int | None = None) -> str | None:
@@ -73,12 +74,10 @@ def value_of(text: str | None, worker_id: int, incarnation: int | None, group: G
     if text is None:
         return None
     try:
-        key, value = unsealed(text, group)
-    except (TelegradError, ValueError):
+        value = unsealed(lease_key(worker_id), text, group, lambda _, value: str(value))
+    except TelegradError:
         return NO_NEWS
-    if key != lease_key(worker_id) or incarnation not in (None, holder_of(value)):
-        return NO_NEWS
-    return str(value)
+    return value if incarnation in (None, holder_of(value)) else NO_NEWS
 
 
 class Lease:

@@ -12,8 +12,8 @@ from typing import Any
 
 from telegrad.errors import TelegradError
 from telegrad.group import rendezvous
-from telegrad.group.group_store import GroupStore, group_store_of
-from telegrad.group.records import Group, Member, sealed, seat_of, unsealed
+from telegrad.group.group_store import GroupStore, group_store_of, log_key
+from telegrad.group.records import Group, Member, read_member, sealed, seat_of, unsealed
 from telegrad.group.store_waits import Store
 from telegrad.protocols.membership import Change, Event, GroupView, Join, Leave, Lose
 
@@ -49,6 +49,7 @@ class GroupLog:
         self.store = store
         self.view: GroupView = GroupView(world_size)
         self.group: Group | None = group
+        self._untold: list[Event] = []  # effects of applied entries that no caller has got
         self._lock = threading.Lock()  # held during operations of the store: entries are applied in order
 
     def load(self, founders: list[Member] | None = None) -> None:
@@ -63,7 +64,7 @@ class GroupLog:
         with self._lock:
             found = self.store.get(_CHECKPOINT)
             if found is not None:
-                self._restore(unsealed(found, self.group))
+                self.view.restore(*unsealed(_CHECKPOINT, found, self.group, _state))
             elif founders is not None:
                 self.view.found([seat_of(member) for member in founders])
         self._refresh(True, ())
@@ -105,36 +106,38 @@ class GroupLog:
         assert self.group is not None
         with self._lock:
             epoch = self.view.epoch + 1
-            mine = sealed([epoch, _KINDS.index(type(change)), *_plain(change)], self.group)
+            plain = [epoch, _KINDS.index(type(change)), *_plain(change)]
+            mine = sealed(log_key(epoch), plain, self.group)
             found = self.store.append(epoch, mine)
             if found != mine:
-                return False, self._apply(found, strict=False)
-            if self._epoch_of(self.store.get(_DELETED)) >= epoch:
+                self._apply(found, strict=False)
+                return False, self._news()
+            if self._epoch_of(_DELETED, self.store.get(_DELETED)) >= epoch:
                 raise FellBehind
-            events = self.view.apply(change)
+            self._untold += self.view.apply(change)
             if epoch % _INTERVAL == 0:
                 self._write_checkpoint(epoch)
-            return True, events
+            return True, self._news()
 
     def _write_checkpoint(self, epoch: int) -> None:
         """Write a checkpoint, and delete the entries that are too old."""
         assert self.group is not None
-        self._raise_to(_CHECKPOINT, self._state())
+        self._raise_to(_CHECKPOINT, self._plain_state())
         if epoch > _KEPT:  # the number first: a member that misses an entry finds it
-            self._raise_to(_DELETED, [epoch - _KEPT, _DELETED])
+            self._raise_to(_DELETED, [epoch - _KEPT])
             self.store.forget(range(max(epoch - _KEPT - _MOST_DELETED, 0) + 1, epoch - _KEPT + 1))
 
     def _raise_to(self, key: str, state: list[object]) -> None:
         """Write a state, with its epoch first, unless a later one is there."""
         assert self.group is not None
-        mine = sealed(state, self.group)
-        while self._epoch_of(found := self.store.get(key)) < int(str(state[0])):
+        mine = sealed(key, state, self.group)
+        while self._epoch_of(key, found := self.store.get(key)) < int(str(state[0])):
             if self.store.compare_set(key, found, mine) == mine:
                 return
 
-    def _epoch_of(self, found: str | None) -> int:
+    def _epoch_of(self, key: str, found: str | None) -> int:
         try:
-            return 0 if found is None else int(unsealed(found, self.group)[0])
+            return 0 if found is None else unsealed(key, found, self.group, lambda epoch, *_: int(epoch))
         except TelegradError:  # another program has written it
             return 0
 
@@ -147,33 +150,38 @@ class GroupLog:
     def _refresh(self, strict: bool, keys: Sequence[str]) -> tuple[list[Event], list[str | None]]:
         with self._lock:
             entries, (deleted, *values) = self.store.read(self.view.epoch + 1, [_DELETED, *keys])
-            events = [event for entry in entries for event in self._apply(entry, strict)]
-            if self._epoch_of(deleted) > self.view.epoch:
+            for entry in entries:
+                self._apply(entry, strict)
+            if self._epoch_of(_DELETED, deleted) > self.view.epoch:
                 raise FellBehind
-            return events, values
+            return self._news(), values
 
-    def _apply(self, entry: str, strict: bool) -> list[Event]:
+    def _news(self) -> list[Event]:
+        """Return the effects that no caller has got. Requires the lock.
+
+        An error may have kept back the effects of entries before it.
+        """
+        events, self._untold = self._untold, []
+        return events
+
+    def _apply(self, entry: str, strict: bool) -> None:
+        epoch = self.view.epoch + 1
         try:
-            epoch, kind, *fields = unsealed(entry, self.group)
-            if epoch != self.view.epoch + 1:
-                raise TelegradError(f"an entry of epoch {epoch} was written for epoch {self.view.epoch + 1}")
-            change = _change(kind, fields)
+            of, change = unsealed(log_key(epoch), entry, self.group, _change)
+            if of != epoch:
+                raise TelegradError(f"an entry of epoch {of} was written for epoch {epoch}")
         except TelegradError as e:
             if strict:
                 raise
-            logger.warning("the entry of epoch %d of the group has no effect: %s", self.view.epoch + 1, e)
+            logger.warning("the entry of epoch %d of the group has no effect: %s", epoch, e)
             self.view.skip()
-            return []
-        return self.view.apply(change)
+        else:
+            self._untold += self.view.apply(change)
 
-    def _state(self) -> list[object]:
+    def _plain_state(self) -> list[object]:
         view = self.view
         members = [list(seat.record) for seat in view.members.values()]
         return [view.epoch, members, sorted(view.owners.items()), sorted(view.latest.items())]
-
-    def _restore(self, state: list[Any]) -> None:
-        epoch, members, owners, latest = state
-        self.view.restore(epoch, [seat_of(Member(*facts)) for facts in members], dict(owners), dict(latest))
 
 
 def has_members(store: Store) -> bool:
@@ -199,9 +207,18 @@ def _plain(change: Change) -> list[object]:
     return list(change)
 
 
-def _change(kind: int, fields: list[Any]) -> Change:
+def _change(epoch: int, kind: int, *fields: Any) -> tuple[int, Change]:
+    """Return the epoch and the change of an entry."""
     if _KINDS[kind] is Join:
         facts, world_size = fields
-        return Join(seat_of(Member(*facts)), world_size)
-    change: Change = _KINDS[kind](*fields)
-    return change
+        return epoch, Join(seat_of(read_member(facts)), world_size)
+    number, incarnation, *why = fields
+    change: Change = _KINDS[kind](int(number), int(incarnation), *map(str, why))
+    return epoch, change
+
+
+def _state(epoch: int, members: list[Any], owners: list[Any], latest: list[Any]) -> tuple[Any, ...]:
+    """Return the arguments of `GroupView.restore` from a checkpoint."""
+    names = {int(number): str(name) for number, name in owners}
+    newest = {str(name): int(incarnation) for name, incarnation in latest}
+    return int(epoch), [seat_of(read_member(facts)) for facts in members], names, newest

@@ -18,7 +18,7 @@ from torch.distributed import DistError, FileStore  # type: ignore[attr-defined]
 
 from telegrad.errors import TelegradError
 from telegrad.group.group_store import GroupStore
-from telegrad.group.records import Group, Member, member_of, record_of, seat_of
+from telegrad.group.records import Group, Member, member_key, member_of, record_of, seat_of
 from telegrad.group.secret import key_of
 from telegrad.group.store_waits import Store, StoreGone, base_of, find, place_of, read_when_written, whole_of, within
 from telegrad.protocols.membership import GroupView
@@ -160,7 +160,7 @@ def members_of(written: bytes, group: Group) -> list[Member]:
     found = json.loads(written)
     if "failed" in found:
         raise TelegradError(found["failed"])
-    return [member_of(record, group) for record in found["members"]]
+    return [member_of(rank, record, group) for rank, record in enumerate(found["members"])]
 
 
 def has_list(store: Store) -> bool:
@@ -177,12 +177,12 @@ def is_static(store: Store) -> bool:
 def mark_failed(store: Store, rank: int, why: str) -> None:
     """Publish that a rank will not join, unless another worker has it."""
     failure = json.dumps({"failed": f"the worker with rank {rank} failed to join: {why}", "rank": rank})
-    if json.loads(store.compare_set(f"member/{rank}", "", failure)).get("rank") != rank:
+    if json.loads(store.compare_set(member_key(rank), "", failure)).get("rank") != rank:
         return
     # Neither rank 0 nor the others must wait for the remaining ranks.
     agreed = _agreed(store)
     for other in range(agreed.world_size if agreed else 0):
-        store.compare_set(f"member/{other}", "", failure)
+        store.compare_set(member_key(other), "", failure)
     store.compare_set(_MEMBERS, "", failure)
 
 
@@ -192,7 +192,7 @@ def gather_static(store: Store, member: Member, group: Group, world_size: int, w
     Raises:
         RuntimeError: A member failed, timed out, has the name of another member, or another secret.
     """
-    store.set(f"member/{member.id}", json.dumps(record_of(member, group)))
+    store.set(member_key(member.id), json.dumps(record_of(member, group)))
     if member.id == 0:
         written = _collect(store, member, group, world_size, wait)
     else:
@@ -202,7 +202,7 @@ def gather_static(store: Store, member: Member, group: Group, world_size: int, w
 
 def _collect(store: Store, member: Member, group: Group, world_size: int, wait: Wait) -> bytes:
     """Write the list of members, or a failure, as rank 0."""
-    keys = [f"member/{rank}" for rank in range(world_size)]
+    keys = [member_key(rank) for rank in range(world_size)]
     try:
         found = read_when_written(store, keys, wait, lambda: _absent(store, world_size))
         if found is None:
@@ -210,7 +210,9 @@ def _collect(store: Store, member: Member, group: Group, world_size: int, wait: 
         written = [json.loads(each) for each in found]
         failed = next((each for each in written if "failed" in each), None)
         if failed is None:
-            GroupView(world_size).found([seat_of(member_of(record, group)) for record in written])
+            GroupView(world_size).found(
+                [seat_of(member_of(rank, record, group)) for rank, record in enumerate(written)]
+            )
         _forget_secret(store, group, world_size)  # all members that have written a record have the secret
     except BaseException as e:
         with suppress(RuntimeError):

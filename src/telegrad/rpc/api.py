@@ -352,10 +352,9 @@ def _close_streams(worker: Worker) -> None:
 
 
 def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
-    interrupted = False
+    interrupted, budget = False, SharedDeadline(timeout)
     try:
         if graceful and worker.static:
-            budget = SharedDeadline(timeout)
             # All live workers are here and agree on the lost ones. A gathering alone cannot establish that.
             worker.shutdown.run(timeout, last=False)
             _close_streams(worker)
@@ -367,7 +366,6 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
             _delete_all_user_and_unforked_owner_rrefs(*([timedelta(seconds=left)] if left else []))
             worker.shutdown.run(budget.left(), last=True)
         elif graceful:
-            budget = SharedDeadline(timeout)
             if not leave_dynamic(worker, budget, lambda: _close_streams(worker)):
                 raise ShutdownTimeout(timeout)
             worker.references.release_all(min(budget.left() or _LEAVE_RELEASE_TIMEOUT, _LEAVE_RELEASE_TIMEOUT))
@@ -378,7 +376,7 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
         try:
             _destroy_rref_context(_ignore_rref_leak, worker)
         finally:
-            worker.close(interrupted)
+            worker.close(interrupted, budget.left())
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: timedelta = _RELEASE_TIMEOUT) -> None:

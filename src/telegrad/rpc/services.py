@@ -49,12 +49,12 @@ def register_service(name: str, value: object, timeout: float = UNSET_RPC_TIMEOU
         raise TypeError(f"the name of a service is a string, but got {name!r}")
     worker = open_worker()
     service = membership_of(worker)
-    own = sealed([name, worker.info.name, worker.info.id, worker.incarnation], worker.group)
+    own = sealed(_key(name), [name, worker.info.name, worker.info.id, worker.incarnation], worker.group)
     store, budget = service.log.store, SharedDeadline(seconds_of(worker, timeout) or 0.0)
     while True:
         found = within(budget.left(), lambda: store.get(_key(name)))
         if found is not None and found != own:
-            _, owner, number, incarnation = unsealed(found, worker.group)
+            _, owner, number, incarnation = unsealed(_key(name), found, worker.group, _registration)
             service.refresh()
             if service.log.view.has(number, incarnation):
                 raise TelegradError(
@@ -119,7 +119,7 @@ def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
         read = None
         if found is None:
             return None
-        of, owner, number, incarnation = unsealed(found, worker.group)
+        of, owner, number, incarnation = unsealed(_key(name), found, worker.group, _registration)
         service.refresh()
         if of == name and service.log.view.has(number, incarnation):
             return int(number)
@@ -152,6 +152,10 @@ def _registered(name: str) -> RRef[Any]:
 
 def _key(name: str) -> str:
     return f"service/{name}"
+
+
+def _registration(name: str, owner: str, number: int, incarnation: int) -> tuple[str, str, int, int]:
+    return str(name), str(owner), int(number), int(incarnation)
 
 
 def _services(worker: Worker) -> dict[str, RRef[Any]]:

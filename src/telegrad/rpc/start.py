@@ -195,7 +195,10 @@ def join(
         group = rendezvous.agree(store, given_secret(options), False, 0).group
         device_maps.check({name: own_devices}, False)
         store_at = addresses.store_host(options.init_method, store)
-        worker = joining.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
+        try:
+            worker = joining.join_dynamic(store, name, rank, group, options, store_at, _LAYERS, timeout)
+        except MembershipError as e:
+            raise TelegradError(str(e)) from None
         lifecycle_log.joined(worker)
         return worker
     attempts = Attempts(store, name, rank, timeout, Timing(options.member_lease))

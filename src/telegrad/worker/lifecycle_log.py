@@ -79,9 +79,9 @@ def why_not_faster(worker: Joined, peer: int, name: str, transport: str) -> str:
     return f"not {' or '.join(better)}: {name} does not listen there, by its option transports"
 
 
-def lost(worker: Subject, peer: int, why: str) -> None:
+def lost(worker: Subject, peer: int, why: str, again: bool = False) -> None:
     """Log the loss of a peer that sent no goodbye, once per loss."""
-    level = logging.DEBUG if peer in worker.members.lost else logging.WARNING
+    level = logging.DEBUG if again else logging.WARNING
     logger.log(level, "worker %s is lost to %s: %s", worker.members.name_of(peer), worker.info.name, why)
 
 

@@ -312,7 +312,7 @@ class Worker(MemberChanges):
         message = self.messages.encode(peer, value)
         self.engine.send(peer, int(tag), message.flags, message.body, message.segments)
 
-    def close(self, interrupted: bool = False) -> None:
+    def close(self, interrupted: bool = False, limit: float = 0) -> None:
         """Leave the group without waiting for other workers.
 
         Pending calls fail; running handlers get a few seconds to end. Any thread may call it again, also a handler. A
@@ -320,6 +320,7 @@ class Worker(MemberChanges):
 
         Args:
             interrupted: Ctrl+C ended the program: log no warnings.
+            limit: Limit in seconds of the wait for the store to let the worker go; 0 for the default.
         """
         with self._close_lock:
             first, self.closed = not self.closed, True
@@ -327,7 +328,7 @@ class Worker(MemberChanges):
                 self._closing_thread = threading.get_ident()
         if first:
             try:
-                self._close(interrupted)
+                self._close(interrupted, limit)
             finally:
                 self._close_done.set()
         elif not self._must_not_wait():
@@ -348,7 +349,7 @@ class Worker(MemberChanges):
         """
         return self.pool.owns_current_thread() or self.loop.owns_current_thread()
 
-    def _close(self, interrupted: bool) -> None:
+    def _close(self, interrupted: bool, limit: float) -> None:
         self.ready.set()
         self.shutdown.stop()
         self.references.closed = True
@@ -357,6 +358,8 @@ class Worker(MemberChanges):
             self.retries.close()
             self.calls.open_work.close()
             self.remembered_runs.close()
+            if self.membership is not None:
+                self.membership.stop(limit=limit)
             for close in self.on_close:
                 close()
             until = time.monotonic() + _JOIN_TIMEOUT

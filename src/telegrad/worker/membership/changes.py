@@ -100,18 +100,17 @@ class MemberChanges:
             reason: Why the session ended.
             departed: The peer sent a goodbye.
         """
-        member = self.members.get(peer)
-        if member is not None and incarnation < member.incarnation:  # `add_member` has added its new process
+        again = peer in self.members.lost
+        gone = departed or again  # else messages to it may begin another session
+        if not self.members.mark_lost(peer, incarnation, reason, departed):
             self._release_peer(peer, reason, gone=False)
             return
         if departed:
             self.remembered_runs.forget_caller(incarnation)
-        gone = departed or peer in self.members.lost  # else messages to it may begin another session
         if departed:
             lifecycle_log.peer_left(self, peer, reason)
         else:
-            lifecycle_log.lost(self, peer, reason)
-        self.members.mark_lost(peer, incarnation, reason, departed)
+            lifecycle_log.lost(self, peer, reason, again)
         # While this worker leaves, references that a departed peer still holds are reported as leaks.
         self._release_peer(peer, reason, gone, keep_references=self.shutdown.is_leaving and departed)
         self.shutdown.peer_gone(peer, departed)

@@ -143,7 +143,6 @@ def create_worker(
         raise
     service = MembershipService(worker, log, lease, timing, GroupEvents(worker._submit))
     worker.membership = service
-    worker.on_close.append(service.stop)
     service.start()
     return worker, service
 

@@ -184,20 +184,28 @@ class Members:
         self._incarnations[worker_id] = max(incarnation, self.incarnation_of(worker_id))
         self.notify()
 
-    def mark_lost(self, worker_id: int, incarnation: int, reason: str, departed: bool) -> None:
-        """Record that a worker is gone.
+    def mark_lost(self, worker_id: int, incarnation: int, reason: str, departed: bool) -> bool:
+        """Record that a worker is gone, unless `add` has added its new process.
 
         Args:
             worker_id: Id of the worker.
             incarnation: Incarnation of the worker; a newer one may be connected already.
             reason: Why it is gone.
             departed: It sent a goodbye, or left the group.
+
+        Returns:
+            False if there is a new process.
         """
-        if departed:
-            self.departed.add(worker_id)
-        if self.connected.get(worker_id, 0) <= incarnation:
-            self.connected.pop(worker_id, None)
-        self.lost[worker_id] = reason
+        with self._lock:
+            member = self._members.get(worker_id)
+            if member is not None and incarnation < member.incarnation:
+                return False
+            if departed:
+                self.departed.add(worker_id)
+            if self.connected.get(worker_id, 0) <= incarnation:
+                self.connected.pop(worker_id, None)
+            self.lost[worker_id] = reason
+        return True
 
     def mark_present(self, worker_id: int) -> None:
         """Record that a worker has reconnected, or that a new one has its id."""

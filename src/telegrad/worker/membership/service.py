@@ -216,11 +216,12 @@ class MembershipService:
         self.notify()
         self.announce()
 
-    def stop(self, release: bool = True) -> None:
+    def stop(self, release: bool = True, limit: float = 0) -> None:
         """End the thread.
 
         Args:
             release: Release the lease, so that the next process of this name need not wait for its expiry.
+            limit: Limit in seconds of the wait for the thread, which the store may delay; 0 for the default.
         """
         self._release = self._release and release
         self._stopped = True
@@ -228,7 +229,7 @@ class MembershipService:
         if self._stop_watch is not None:
             self._stop_watch()
         if self._thread is not threading.current_thread() and self._thread.is_alive():
-            self._thread.join(_STOP_TIMEOUT)
+            self._thread.join(min(limit or _STOP_TIMEOUT, _STOP_TIMEOUT))
 
     # ---- the thread
 

@@ -299,7 +299,7 @@ class GracefulShutdown:
                 log = worker.membership.log
                 limit = min(_MARK_TIMEOUT, self._store_timeout(budget) / 4)
                 rendezvous.mark_ended(log.store, log.group, log.view.world_size, limit)
-            worker.membership.stop(release=False)  # the store may end when its host leaves
+            worker.membership.stop(False, budget.left())  # the store may end when its host leaves
         for peer in end.lost if last else ():
             if peer not in members.lost:
                 lifecycle_log.lost(worker, peer, "others noticed; this worker had no connection to it")
