@@ -91,6 +91,14 @@ def test_an_error_of_the_loss() -> None:
 
 
 @pytest.mark.usefixtures("three", "quiet")
+def test_a_loss_that_misses_its_target() -> None:
+    pipe = Pipeline(stages(["w1", "w2"]), F.mse_loss, micro_batches=2)
+    with pytest.raises(AttributeError) as raised:
+        pipe.step(batch(4)[0])
+    assert "loss_fn got the target None: pass target= to the pipeline's step" in raised.value.__notes__
+
+
+@pytest.mark.usefixtures("three", "quiet")
 @pytest.mark.parametrize("loss_fn", [lambda y, _: y, lambda y, _: 1.0], ids=["vector", "number"])
 def test_a_loss_that_is_no_scalar(loss_fn: Any) -> None:
     pipe = Pipeline(stages(["w1", "w2"]), loss_fn, micro_batches=2)

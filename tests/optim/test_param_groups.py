@@ -227,6 +227,11 @@ def test_a_group_is_added() -> None:
         ours.add_param_group({"params": [ours.param_groups[0]["params"][0]]})
     with pytest.raises(TypeError, match='a parameter group is a dict with "params"'):
         ours.add_param_group(a)
+    removed = ours.param_groups[0].pop("params")
+    ours.param_groups[0]["params"] = []
+    with pytest.raises(ValueError, match="references of a group cannot be changed"):
+        ours.step()
+    ours.param_groups[0]["params"] = removed
 
 
 @pytest.mark.usefixtures("w")

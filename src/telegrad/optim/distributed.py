@@ -162,6 +162,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_usable(self) -> None:
         if self._unusable:
             raise RuntimeError(self._unusable)
+        at_owners = sum(len(part.ids) for part in self._parts.values())
+        if at_owners != self._count:
+            raise ValueError(
+                f'param_groups has {self._count} references as "params", and the owners step {at_owners} parameters.'
+                " The references of a group cannot be changed: use add_param_group, or create another optimizer."
+            )
 
     @property
     def _count(self) -> int:

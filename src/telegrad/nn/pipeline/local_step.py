@@ -154,7 +154,12 @@ class LocalStep:
             target, self.targets[i] = moved(self.targets[i], self.device), None
             begin = time.monotonic()
             with handler_state(0, self.plan.autocast), torch.enable_grad():
-                loss = _checked_loss(loss_fn(saved.result, target)) * self.weights[i]
+                try:
+                    loss = _checked_loss(loss_fn(saved.result, target)) * self.weights[i]
+                except Exception as e:
+                    if target is None:
+                        e.add_note("loss_fn got the target None: pass target= to the pipeline's step")
+                    raise
             torch.autograd.backward([loss if self.scale is None else loss * self.scale.to(loss.device)])
             self.losses.append(_detached(loss))
         self._note(PassKind.BACKWARD, i, begin)
