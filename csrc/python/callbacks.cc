@@ -16,8 +16,8 @@ int raise(void* error) {
   return -1;
 }
 
-/// Calls the function. Torch drops its exceptions, so a pending signal handler of Python runs before it; what that raises
-/// is raised when torch has returned.
+/// Calls the function. Torch drops its exceptions, so a pending signal handler of Python runs before it, and its
+/// exception is raised when torch has returned.
 PyObject* run(PyObject* callback, PyObject* argument) {
   nb::object interrupt = error_of([] {
     if (PyErr_CheckSignals() != 0) nb::raise_python_error();
