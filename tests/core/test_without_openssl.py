@@ -6,11 +6,13 @@ Skipped with OpenSSL. `tools/test_without_openssl.sh` makes the build.
 from pathlib import Path
 
 import pytest
-from engine_helpers import EV_LOG, SECOND, UNREACHABLE, Native
+from engine_helpers import SECOND, Native
 
 from telegrad import _core
 from telegrad.rpc import Options
 from telegrad.testing import cluster
+from telegrad.wire.layout import EventKind
+from telegrad.wire.tags import Status
 
 pytestmark = pytest.mark.skipif(bool(_core.openssl_version()), reason="the core is built with OpenSSL")
 
@@ -39,7 +41,7 @@ def test_an_encrypted_address_is_neither_listened_on_nor_dialed() -> None:
         a.engine.listen("tls:127.0.0.1:0")
     a.meet(1, "tls:127.0.0.1:1")
     status, *why = a.call(1)
-    assert status == UNREACHABLE
+    assert status == Status.UNREACHABLE
     assert "this worker does not encrypt" in str(why)
     a.stop()
 
@@ -49,7 +51,7 @@ def test_a_connection_from_another_host_is_refused() -> None:
     a, b = Native(0, check_uid=False), Native(1, connect_timeout=SECOND)
     b.meet(0, a.address)
     b.start(0, "target")
-    a.wait_for(lambda: any(kind == EV_LOG and WHY in text for kind, text in a.events))
+    a.wait_for(lambda: any(kind == EventKind.LOG and WHY in text for kind, text in a.events))
     a.stop()
     b.stop()
 

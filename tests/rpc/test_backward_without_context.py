@@ -52,7 +52,7 @@ def step(y: Tensor) -> None:
 
 @pytest.fixture(autouse=True)
 def warn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_graphs, "_said", False)
+    monkeypatch.setattr(cut_graphs, "_has_warned", False)
     GATE.clear()
 
 
