@@ -202,7 +202,7 @@ def test_a_failed_shutdown_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(2, check=False) as group:
         future = group[0].rpc_async("w1", gate.enter)
         gate.wait_for()
-        with pytest.raises(RuntimeError, match="graceful shutdown (gave up|failed: other workers timed out)"):
+        with pytest.raises(RuntimeError, match=r"graceful shutdown (gave up|failed: other workers timed out)"):
             group.shutdown(SHORT)
     gate.open()
     with pytest.raises((NotInitialized, WorkerLost)):  # whichever of the two was the first to leave
