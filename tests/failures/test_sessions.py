@@ -337,7 +337,7 @@ class Stubborn:
 held: list[rpc.RRef[Stubborn]] = []
 
 
-def test_a_destructor_does_not_hold_up_the_news_of_other_workers() -> None:
+def test_a_destructor_does_not_delay_the_events_of_other_workers() -> None:
     Stubborn.begun.clear()
     Stubborn.gate.clear()
     try:

@@ -15,7 +15,7 @@ from telegrad.errors import TelegradError
 from telegrad.group.group_store import C10dStore, GroupStore
 from telegrad.group.lease import Lease, Taken, lease_key, read_lease, sealed_lease
 from telegrad.group.records import Group
-from telegrad.protocols.leases import NO_NEWS, Timing, holder_of, lease_value, released_value
+from telegrad.protocols.leases import NOT_RENEWED, Timing, holder_of, lease_value, released_value
 from telegrad.rpc import Options
 from telegrad.testing import cluster, eventually
 from telegrad.waits import Wait
@@ -101,7 +101,7 @@ def test_a_forged_lease_is_no_news_and_is_written_again(forged: str) -> None:
     store = Lossy()
     lease = acquired(store)
     forge(store, KEY, forged)
-    assert read_lease(store, ID, GROUP, 5) == NO_NEWS
+    assert read_lease(store, ID, GROUP, 5) == NOT_RENEWED
     assert lease.renew()
     assert holder(store) == 5
 

@@ -6,7 +6,7 @@ import pytest
 
 from telegrad.protocols.joining import Newcomer, Refusal
 from telegrad.protocols.leases import (
-    NO_NEWS,
+    NOT_RENEWED,
     Timing,
     Watch,
     holder_of,
@@ -164,7 +164,7 @@ def test_a_silent_member_delays_the_join_for_less_than_two_renewals(fails: bool)
 
 def test_a_value_that_the_member_has_not_written_is_no_news() -> None:
     """The lease is neither prolonged nor ended."""
-    watch = observed(Watch(TIMING, 100.0, "1"), 107.0, NO_NEWS)
+    watch = observed(Watch(TIMING, 100.0, "1"), 107.0, NOT_RENEWED)
     assert (watch.value, watch.renewals, watch.ended, watch.has_expired(107.9)) == ("1", 0, False, False)
     assert watch.has_expired(108.0)
     watch.observe(108.0, "2")
@@ -187,7 +187,7 @@ def test_a_value_that_is_written_again_is_no_news() -> None:
 
 def test_the_holder_of_a_lease() -> None:
     assert (holder_of(lease_value(7, "p", 3)), process_of(lease_value(7, "p", 3))) == (7, "p")
-    assert (holder_of(released_value(7)), holder_of(None), holder_of(NO_NEWS)) == (7, -1, -1)
+    assert (holder_of(released_value(7)), holder_of(None), holder_of(NOT_RENEWED)) == (7, -1, -1)
     for nonsense in ("nonsense", "[]", "{}", '["a"]', "5", "[Infinity]", "[" * 100_000):
         assert (holder_of(nonsense), process_of(nonsense)) == (-1, "")
 

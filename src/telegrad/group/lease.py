@@ -3,7 +3,7 @@
 The lease of an id has a holder, which is one incarnation. A newcomer takes the lease of its id over from a holder that
 has ended. A worker that finds a newer incarnation in its lease has been replaced.
 
-The value has a MAC if the group was given a secret. What another program has written is no news of the holder, which
+The value has a MAC if the group was given a secret. A value of another program does not count as a renewal; the holder
 writes its own value again.
 """
 
@@ -16,7 +16,7 @@ from telegrad.group.group_store import GroupStore
 from telegrad.group.process_identity import GONE, RUNNING, fate_of, own_process
 from telegrad.group.records import Group, sealed, unsealed
 from telegrad.protocols.leases import (
-    NO_NEWS,
+    NOT_RENEWED,
     Timing,
     Watch,
     holder_of,
@@ -64,7 +64,7 @@ def read_lease(store: GroupStore, worker_id: int, group: Group | None, incarnati
         incarnation: Incarnation of the member; None for any.
 
     Returns:
-        The value; None if there is none; `NO_NEWS` if this incarnation has not written it.
+        The value; None if there is none; `NOT_RENEWED` if this incarnation has not written it.
     """
     return value_of(store.get(lease_key(worker_id)), worker_id, incarnation, group)
 
@@ -76,8 +76,8 @@ def value_of(text: str | None, worker_id: int, incarnation: int | None, group: G
     try:
         value = unsealed(lease_key(worker_id), text, group, lambda _, value: str(value))
     except TelegradError:
-        return NO_NEWS
-    return value if incarnation in (None, holder_of(value)) else NO_NEWS
+        return NOT_RENEWED
+    return value if incarnation in (None, holder_of(value)) else NOT_RENEWED
 
 
 class Lease:
@@ -90,7 +90,7 @@ class Lease:
         name: Name of the worker.
         incarnation: Incarnation of the worker.
         timing: Times of the leases of the group.
-        least: Incarnation of the member with this id: what earlier ones have written is no news of it.
+        least: Incarnation of the member with this id: values of earlier ones do not count.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Lease:
 
     def _read(self, found: str | None) -> str | None:
         value = value_of(found, self._id, None, self._group)
-        return NO_NEWS if value is not None and holder_of(value) < self._least else value
+        return NOT_RENEWED if value is not None and holder_of(value) < self._least else value
 
     def _holder_runs(self, watch: Watch) -> bool:
         """Return whether the kernel says so.
@@ -183,7 +183,7 @@ class Lease:
             self._write(released_value(self._incarnation, self._name))
 
     def _write(self, value: str) -> bool:
-        """Replace what this worker has written, or what is no news of a newer process.
+        """Replace the value of this worker, or one that is not of a newer process.
 
         The store may have executed a write without a reply, or have deleted the value of a worker that was late.
         """
@@ -203,6 +203,6 @@ class Lease:
 
         Incarnations of different names have no order.
         """
-        if found is None or found == NO_NEWS:
+        if found is None or found == NOT_RENEWED:
             return False
         return name_of(found) != self._name or holder_of(found) > self._incarnation

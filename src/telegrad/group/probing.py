@@ -59,13 +59,13 @@ def _answer(link: socket.socket, until: float) -> bytes:
     """Return the peer's reply; b"" if there is none in time or the peer hangs up."""
     link.settimeout(min(_HINT_AFTER, max(until - time.monotonic(), 0.001)))
     try:
-        said = link.recv(_SHOWN)
+        reply = link.recv(_SHOWN)
     except TimeoutError:
         # A store would have replied. A line-based server such as HTTP still waits for the end of a line.
         link.settimeout(max(until - time.monotonic(), 0.001))
         link.sendall(b"\r\n\r\n")
         try:
-            said = link.recv(_SHOWN)
+            reply = link.recv(_SHOWN)
         except TimeoutError:
             return b""
-    return said
+    return reply

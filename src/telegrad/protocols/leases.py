@@ -5,7 +5,7 @@ time to time and notes when it changed, on its own clock: no clock is compared w
 expired if the observer has watched it for its lifetime without a change, or if it was released or deleted. The lifetime
 is an option of the member, and part of the value: an observer may have been given another one.
 
-A value that the member has not written is no news of it (`NO_NEWS`): it neither prolongs the lease nor ends it.
+A value that the member has not written does not count (`NOT_RENEWED`): it neither renews the lease nor ends it.
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
-    "NO_NEWS",
+    "NOT_RENEWED",
     "Key",
     "Timing",
     "Watch",
@@ -36,7 +36,7 @@ _NEIGHBORS = 2  # leases that a member observes: if both members fail at once, o
 _RELEASED = "released"  # instead of the process
 _LAST = 1 << 62  # count of a released lease
 
-NO_NEWS = ""
+NOT_RENEWED = ""
 """Observation of a lease that the observed member has not written."""
 
 
@@ -149,7 +149,7 @@ class Watch:
         if now - self._observed > self._own.observation + self.timing.renewal:
             self.begun = self.changed = now
         self._observed = now
-        if value not in (self.value, NO_NEWS) and not self._is_old(value):
+        if value not in (self.value, NOT_RENEWED) and not self._is_old(value):
             self.value, self.changed = value, now
             self.renewals += not self.ended
             self._read_lifetime()
