@@ -68,8 +68,17 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
             for name in value.__code__.co_names:
                 if name in value.__globals__:
                     yield f" (its global {name})", value.__globals__[name]
-    if not isinstance(value, FunctionType | type):
+    if not isinstance(value, FunctionType | type) and not _refuses(value):
         yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
+
+
+def _refuses(value: object) -> bool:
+    """Return whether an object itself refuses to be pickled."""
+    try:
+        value.__reduce_ex__(2)
+    except Exception:
+        return True
+    return False
 
 
 def _short(value: object) -> str:
