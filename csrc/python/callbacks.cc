@@ -23,7 +23,14 @@ PyObject* run(PyObject* callback, PyObject* argument) {
     if (PyErr_CheckSignals() != 0) nb::raise_python_error();
   });
   PyObject* result = call_python(callback, argument);
-  if (interrupt.is_valid() && Py_AddPendingCall(raise, interrupt.ptr()) == 0) interrupt.release();
+  if (!interrupt.is_valid()) return result;
+  if (Py_AddPendingCall(raise, interrupt.ptr()) == 0) {
+    interrupt.release();
+  } else {  // the interpreter's queue is full
+    const nb::error_scope error_of_callback;
+    PyErr_SetObject(interrupt.type().ptr(), interrupt.ptr());
+    PyErr_WriteUnraisable(callback);
+  }
   return result;
 }
 
