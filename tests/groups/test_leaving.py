@@ -76,6 +76,7 @@ def test_a_worker_that_leaves_finishes_deferred_requests(group: Cluster, kind: s
     reader = threading.Thread(target=lambda: results.append(wait()))
     reader.start()
     assert step.begun.wait(10)
+    eventually(lambda: leaving.debug_info().counts.parked_requests == (kind == "remote"))  # `to_here` has arrived
     shutdown = threading.Thread(target=leaving.shutdown)
     shutdown.start()
     eventually(lambda: "late" not in [info.name for info in group[0]._worker.members.infos()])
