@@ -95,7 +95,7 @@ bench-check: build ## the same; fails if a competitor is faster in any row
 lint: build ## ruff, the import law, mypy --strict, complete types, clang-format, the locks and the stub of the core
 	$(PY) -m ruff check -q .
 	$(PY) -m ruff format -q --check .
-	$(VENV)/bin/lint-imports --config pyproject.toml >build/imports.log || { cat build/imports.log; exit 1; }
+	$(VENV)/bin/lint-imports --config pyproject.toml >$(BUILD)/imports.log || { cat $(BUILD)/imports.log; exit 1; }
 	$(PY) -m mypy --strict src/telegrad bench
 	tools/clang_format.sh $(VENV) --dry-run -Werror
 	tools/check_locks.sh $(VENV)

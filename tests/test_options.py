@@ -67,6 +67,8 @@ def test_invalid_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) 
         ({"secret": "secret number one", "secret_file": "b"}, ValueError, "not both"),
         ({"max_objects": 65535}, ValueError, "option max_objects has to be 65536 or more, not 65535"),
         ({"encryption": "on"}, ValueError, "auto or off"),
+        ({"bind": "10.0.0.1:5000"}, ValueError, "option bind has to be an address without a port"),
+        ({"bind": "[fe80::1]:5000"}, ValueError, "option bind has to be an address without a port"),
         ({"tls_cert": "a", "tls_key": "b"}, ValueError, "all of the options tls_cert, tls_key and tls_ca"),
         ({"tls_cert": "a", "tls_key": "b", "tls_ca": "c", "encryption": "off"}, ValueError, "need encryption"),
     ],

@@ -38,6 +38,12 @@ __all__ = [
 TEXT = "_telegrad_text"
 """Attribute of a remote exception with torch's text for it, under the drop-in."""
 
+SHUT_DOWN: Final = "it shut down"
+"""Reason of the loss of a worker whose goodbye has come; the text of csrc/core/peers_closing.cc."""
+
+LEFT: Final = "it left the group"
+"""Reason of the loss of a worker that the group has removed after its shutdown."""
+
 
 def is_drop_in() -> bool:
     """Return whether ``torch.distributed.rpc`` is Telegrad in this process.
@@ -256,7 +262,7 @@ class WorkerLost(TelegradError):
     @property
     def left(self) -> bool:
         """Whether the worker left after a shutdown instead of dying."""
-        return self.why == "it shut down"  # text of the core, csrc/core/peers.cc
+        return self.why in (SHUT_DOWN, LEFT)
 
     @property
     def unreached(self) -> bool:

@@ -246,7 +246,7 @@ class Options(RpcBackendOptions):
     )
     num_worker_threads: int = _option(
         DEFAULT_NUM_WORKER_THREADS,
-        "how many requests run at once; additional threads start while handlers wait for nested calls, so a nested call"
+        f"how many requests run at once, at most {_MOST_THREADS}; additional threads start while handlers wait for nested calls, so a nested call"
         " always gets a thread",
         env="TELEGRAD_NUM_WORKER_THREADS",
     )
@@ -288,7 +288,8 @@ class Options(RpcBackendOptions):
     )
     bind: str | None = _option(
         None,
-        "the address to listen on; by default, or if it is empty, the address used to reach the store",
+        "the address to listen on, without a port; by default, or if it is empty, that of the interface named by"
+        " TP_SOCKET_IFNAME, or else the address used to reach the store",
         env="TELEGRAD_BIND",
     )
     advertise: str | None = _option(
@@ -310,13 +311,15 @@ class Options(RpcBackendOptions):
     )
     max_header_bytes: int = _option(
         256 * _MIB,
-        "the maximum size of the non-tensor part of a message to this worker; a larger message fails its call",
+        f"the maximum size of the non-tensor part of a message to this worker, {_LEAST_LIMIT} or more; a larger message"
+        " fails its call",
         env="TELEGRAD_MAX_HEADER_BYTES",
         unit="bytes",
     )
     max_message_bytes: int = _option(
         256 * _GIB,
-        "the maximum size of all tensors in one message to this worker; a larger message fails its call",
+        f"the maximum size of all tensors in one message to this worker, {_LEAST_LIMIT} or more; a larger message fails"
+        " its call",
         env="TELEGRAD_MAX_MESSAGE_BYTES",
         unit="bytes",
     )
@@ -386,7 +389,7 @@ class Options(RpcBackendOptions):
     max_objects: int = _option(
         32 * _MIB,
         "how many objects a message to this worker may become (numbers, strings and containers count 1, tensors 16),"
-        " 65536 or more; a larger one fails its call with Overloaded",
+        f" {_LEAST_LIMIT} or more; a larger one fails its call with Overloaded",
         env="TELEGRAD_MAX_OBJECTS",
         unit="objects",
     )
@@ -424,8 +427,8 @@ class Options(RpcBackendOptions):
     )
     tcp_lanes: int = _option(
         4,
-        "the maximum number of TCP connections to one worker for large tensors; additional connections are opened only"
-        " when much data is sent, and used only if they are faster",
+        f"the maximum number of TCP connections to one worker for large tensors, up to {MOST_LANES}; additional"
+        " connections are opened only when much data is sent, and used only if they are faster",
         env="TELEGRAD_TCP_LANES",
         unit="connections",
     )
@@ -539,6 +542,8 @@ class Options(RpcBackendOptions):
             raise ValueError(
                 f"option transports has to name some of {', '.join(TRANSPORTS)}, not {', '.join(self.transports)!r}"
             )
+        if self.bind and (self.bind.count(":") == 1 or "]:" in self.bind):
+            raise ValueError(f"option bind has to be an address without a port, not {self.bind!r}: the system selects it")
         for name, effect in _NEVER_EMPTY.items():
             if getattr(self, name) == "":
                 raise ValueError(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from telegrad import rpc
 from telegrad.errors import ShutdownTimeout
@@ -51,6 +52,18 @@ def test_invalid_timeout_of_a_shutdown_does_nothing(
         rpc.shutdown(timeout=timeout)
     assert rpc.rpc_sync("w0", abs, (-1,)) == 1
     rpc.shutdown(timeout=INF)
+
+
+@pytest.mark.parametrize("backend", [None, rpc.backend_registry.BackendType.TENSORPIPE])
+def test_options_of_the_environment_need_no_object(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TELEGRAD_RPC_TIMEOUT", "7")
+    monkeypatch.setenv("TELEGRAD_NUM_WORKER_THREADS", "3")
+    rpc.init_rpc("w0", backend, rank=0, world_size=1, store=dist.HashStore())
+    try:
+        options = rpc.debug_info().options
+        assert (rpc.get_rpc_timeout(), options["rpc_timeout"], options["num_worker_threads"]) == (7, 7, 3)
+    finally:
+        rpc.shutdown()
 
 
 @pytest.mark.parametrize("timeout", [0, -1, -1.0])

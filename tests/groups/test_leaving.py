@@ -97,8 +97,9 @@ def test_calls_to_a_worker_that_has_left(group: Cluster) -> None:
     eventually(lambda: "late" not in [each.name for each in group[0]._worker.members.infos()])
     for to in ("late", worker_id):
         for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
-            with pytest.raises(WorkerLost, match="worker late is lost: it left the group"):
+            with pytest.raises(WorkerLost, match="worker late is lost: it left the group") as raised:
                 call(to, abs, (-1,))
+            assert raised.value.left
     with pytest.raises(WorkerLost, match="it left the group"):
         rpc.get_worker_info("late")
 

@@ -73,7 +73,8 @@ class RemoteModule(NoOwnParameters):
     Attributes:
         on: name or rank of the worker.
         device: the device, as text.
-        is_device_map_set: whether calls between the two workers carry tensors of other devices than the CPU.
+        is_device_map_set: whether calls between the two workers carry tensors of other devices than the CPU; False so
+            far.
         is_scriptable: False; TorchScript cannot make remote calls through Telegrad.
         training: the mode last set with `train` or `eval` through this object.
         module_rref: the reference to the module.
@@ -122,8 +123,8 @@ class RemoteModule(NoOwnParameters):
         place = placement_of(remote_device)
         self.on = otherwise if place.on is None else place.on
         self.device = str(place.device)
-        maps = getattr(worker.options, "device_maps", None) or {}
-        self.is_device_map_set = bool(maps.get(worker.members.resolve(self.on).name))
+        worker.members.resolve(self.on)
+        self.is_device_map_set = False
         self.is_scriptable = False
 
     def _make(self, module_cls: object, args: Args, kwargs: Kwargs, interface: object) -> None:

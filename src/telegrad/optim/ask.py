@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from telegrad.errors import UnknownWorker, WorkerLost
+from telegrad.errors import SHUT_DOWN, UnknownWorker, WorkerLost
 from telegrad.optim.failures import all_of
 from telegrad.optim.owner import require_worker
 from telegrad.rref import RRef
@@ -115,7 +115,7 @@ class _Ended:
 
     def __init__(self, worker: Worker, to: int, value: object = None, error: Exception | None = None) -> None:
         left = isinstance(error, UnknownWorker)
-        self._error = WorkerLost(worker.members.name_of(to), "it shut down") if left else error
+        self._error = WorkerLost(worker.members.name_of(to), SHUT_DOWN) if left else error
         self._value = value
 
     def wait(self) -> Any:

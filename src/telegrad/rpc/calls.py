@@ -83,8 +83,12 @@ def rpc_sync(
 
     Raises:
         RuntimeError: there is no such worker, it is lost, or the timeout has expired (`UnknownWorker`, `WorkerLost`,
-            `RpcTimeout`); or this process has not joined a group (`NotInitialized`).
+            `RpcTimeout`); a limit is reached (`Overloaded`, `MessageTooLarge`, `ReceiverOutOfMemory`); the worker does
+            not expose ``func`` (`NotExposed`); or this process has not joined a group (`NotInitialized`).
         SerializationError: an argument or the result cannot be serialized.
+        TypeError: ``func`` is not callable, ``args`` is no tuple or list, ``kwargs`` no dict, ``timeout`` no number, or
+            ``retry`` no Retry.
+        ValueError: ``to`` is no name, id or WorkerInfo, or ``timeout`` is negative and not -1.
         exceptions of ``func``: of their original type and of RemoteError.
 
     Example::
@@ -136,8 +140,8 @@ def rpc_async(
 ) -> CallFuture[Any]:
     """Start ``func(*args, **kwargs)`` on another worker and return its future.
 
-    The request has been sent when this returns, so the arguments may be changed afterwards,
-    unless there is a ``retry``.
+    The arguments may be changed afterwards, unless there is a ``retry``. Over TCP, if the connection breaks before a
+    tensor of more than 64 KiB has arrived, and it was changed, the call fails with WorkerLost.
 
     Args:
         to, func, args, kwargs, timeout, retry: as of `rpc_sync`.
@@ -148,6 +152,7 @@ def rpc_async(
     Raises:
         RuntimeError: there is no such worker, or this process has not joined a group. The future raises the rest.
         SerializationError: an argument cannot be serialized.
+        TypeError, ValueError: as of `rpc_sync`.
 
     Example::
 
@@ -258,6 +263,7 @@ def remote(
         RuntimeError: there is no such worker, or this process has not joined a group. Using the reference raises the
             errors of the call itself.
         SerializationError: an argument cannot be serialized.
+        TypeError, ValueError: as of `rpc_sync`.
 
     Example::
 

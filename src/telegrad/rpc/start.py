@@ -82,8 +82,9 @@ def init_rpc(
 
     Raises:
         RuntimeError: this process has joined already, a name or rank is taken, the numbers of workers differ, or some
-            workers did not join within ``rpc_timeout``.
-        ValueError: the rank is missing.
+            workers did not join within ``rpc_timeout`` (300 s if that is 0).
+        ValueError: the rank is missing or not less than the world size, or an option or its environment variable is
+            invalid.
         TypeError: an argument is of the wrong kind. For the name, the error is a RuntimeError as well, as in torch.
 
     Example::
@@ -101,7 +102,9 @@ def init_rpc(
         backend = _infer_backend(rpc_backend_options)
     as_torch = isinstance(rpc_backend_options, TensorPipeRpcBackendOptions)
     if rpc_backend_options is None:
-        rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+        is_default = backend.value is backend_registry.BackendType.TENSORPIPE.value
+        # Not those of the registry, which hold torch's defaults whatever the environment says.
+        rpc_backend_options = Options() if is_default else backend_registry.construct_rpc_backend_options(backend)
     if not (as_torch or drop_in[0]) and store is None and rank < 0 and world_size is None:
         rank, world_size = stores.ranks_of_launcher(as_options(rpc_backend_options))
         check_identity(name, rank, world_size)
@@ -186,6 +189,8 @@ def join(
 ) -> Worker:
     """Create the worker, and wait for the other workers of a static group."""
     options, own_devices = as_options(rpc_backend_options), device_maps.devices_of(rpc_backend_options)
+    if own_devices.maps:
+        logger.warning("device maps have no effect yet: only tensors on the CPU can be sent")
     static = bool(world_size)
     if static and rank < 0:
         raise ValueError(f"rank parameter missing: worker {name} was given a world_size of {world_size} but no rank.")

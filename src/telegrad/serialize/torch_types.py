@@ -15,8 +15,7 @@ Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 CPU_ONLY = (
     "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU before sending them"
-    " over RPC, or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly configure device mapping."
-    " Found a tensor on device: {}"
+    " over RPC, as with `tensor.cpu()`. Device maps have no effect in Telegrad yet. Found a tensor on device: {}"
 )
 
 NO_GRADIENT = (

@@ -23,8 +23,8 @@ _BEYOND_TIMEOUT = 15.0  # s for a timed-out shutdown to end: final messages, han
 class Cluster:
     """Workers of a group in this process, in the order of their ranks.
 
-    Supports ``c[0]``, ``len(c)`` and ``for worker in c``. The workers communicate as processes do: through sockets,
-    with everything pickled. Created by `cluster`.
+    Supports ``c[0]``, ``len(c)`` and ``for worker in c``. The workers communicate as processes do: through shared
+    memory or sockets, with everything serialized. Created by `cluster`.
 
     Attributes:
         workers: those that have not been shut down through this object.

@@ -5,14 +5,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from telegrad.errors import UnknownWorker, WorkerLost
+from telegrad.errors import LEFT, UnknownWorker, WorkerLost
 from telegrad.group.rendezvous import Member
 from telegrad.types import WorkerInfo
 
-__all__ = ["LEFT", "MAX_RETIRED", "Members", "NotAWorker"]
-
-LEFT = "it left the group"
-"""Reason of the end of a worker that has shut down."""
+__all__ = ["MAX_RETIRED", "Members", "NotAWorker"]
 
 MAX_RETIRED = 4096
 """Workers that have left a dynamic group and are remembered, for messages."""

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from telegrad.errors import NotInitialized
+from telegrad.errors import LEFT, NotInitialized
 from telegrad.group.lease import Lease, lease_key, value_of
 from telegrad.group.log import FellBehind, GroupLog
 from telegrad.group.process_identity import GONE, RUNNING, STOPPED, UNKNOWN, fate_of
@@ -40,7 +40,7 @@ from telegrad.types import WorkerInfo
 from telegrad.waits import wait_for
 from telegrad.wire import Tag
 from telegrad.worker.membership.events import GroupEvents
-from telegrad.worker.membership.members import LEFT, Members
+from telegrad.worker.membership.members import Members
 from telegrad.worker.membership.store_outage import StoreOutage
 
 __all__ = ["MembershipService"]
