@@ -246,8 +246,8 @@ class Options(RpcBackendOptions):
     )
     num_worker_threads: int = _option(
         DEFAULT_NUM_WORKER_THREADS,
-        f"how many requests run at once, at most {_MOST_THREADS}; additional threads start while handlers wait for nested calls, so a nested call"
-        " always gets a thread",
+        f"how many requests run at once, at most {_MOST_THREADS}; additional threads start while handlers wait for"
+        " nested calls, so a nested call always gets a thread",
         env="TELEGRAD_NUM_WORKER_THREADS",
     )
     secret: str | None = _option(
@@ -543,7 +543,9 @@ class Options(RpcBackendOptions):
                 f"option transports has to name some of {', '.join(TRANSPORTS)}, not {', '.join(self.transports)!r}"
             )
         if self.bind and (self.bind.count(":") == 1 or "]:" in self.bind):
-            raise ValueError(f"option bind has to be an address without a port, not {self.bind!r}: the system selects it")
+            raise ValueError(
+                f"option bind has to be an address without a port, not {self.bind!r}: the system selects it"
+            )
         for name, effect in _NEVER_EMPTY.items():
             if getattr(self, name) == "":
                 raise ValueError(

@@ -312,3 +312,14 @@ def test_used_in_callbacks(w: Cluster) -> None:
 def test_a_creation_names_its_reference_by_an_int(w: Cluster, local_id: object) -> None:
     with pytest.raises(SerializationError, match="does not name it"):
         w[1]._worker.handlers.accept(0, local_id, 1)
+
+
+async def method_of(rref: RRef[Slow]) -> int:
+    await rref
+    return int(await rref.remote().plain(1, b=2))
+
+
+def test_a_coroutine_creates_a_method_result_of_a_value_that_exists(w: Cluster) -> None:
+    gate = Gate()
+    gate.open()
+    assert w[0].rpc_sync("w1", method_of, (w[0].remote("w2", Slow, (gate,)),)) == 3

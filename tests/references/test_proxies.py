@@ -123,7 +123,8 @@ def test_get_attr() -> None:
             rref.get_attr("nothing")
         with pytest.raises(ValueError, match=r"^of the property$"):
             rref.get_attr("broken")
-    assert here.get_attr("layer") is not None
+    assert here.get_attr("layer") is here.local_value().layer
+    assert here.get_attr("weight") is here.local_value().weight
 
 
 def test_dir_lists_methods_if_the_class_is_known() -> None:

@@ -13,6 +13,7 @@ from retry_helpers import FAST, TCP, Counted, break_connections, counted, restar
 from telegrad import rpc
 from telegrad.errors import Cancelled, NotInitialized, RemoteError, RpcTimeout, UnknownWorker, WorkerLost
 from telegrad.testing import Cluster, Gate, Local, cluster, eventually
+from telegrad.worker.calls.retrying import start_retrying
 
 
 @pytest.fixture
@@ -317,3 +318,29 @@ def test_pauses() -> None:
     full = rpc.Retry(backoff=0.1, max_backoff=1)
     assert [full.pause(3, lambda share=share: share) for share in (0.0, 0.5, 1.0)] == [0, 0.2, 0.4]  # type: ignore[misc]
     assert rpc.Retry(on=Flaky).on == (Flaky,)  # type: ignore[arg-type]
+
+
+def test_an_attempt_that_is_due_after_its_worker_has_closed_ends(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(1) as group:
+        worker = group[0]._worker
+        begun = [start_retrying(worker, "w0", abs, (-1,), None, 0, FAST, pause=1000.0)]
+    begun.append(start_retrying(worker, 0, abs, (-1,), None, 0, FAST, pause=0.001))
+    for future in begun:
+        eventually(future.done)
+        with pytest.raises(NotInitialized, match="was pending when this worker shut down"):
+            future.wait()
+
+
+def test_an_error_between_two_attempts_ends_the_call(tcp: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    of = Counted()
+    future = rpc.rpc_async("w1", counted, args=(of.local,), retry=FAST)
+    of.wait_for_begin()
+    monkeypatch.setattr(tcp[0]._worker.timers, "call_later", fails)
+    break_connections()
+    of.go_on.set()
+    eventually(future.done)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        future.wait()

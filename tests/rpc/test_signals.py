@@ -2,6 +2,7 @@
 
 import functools
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -263,3 +264,37 @@ def test_an_error_while_items_arrive_ends_the_stream(two: Cluster, monkeypatch: 
     with pytest.raises(Alarm):
         list(items)
     assert Streams.of(two[0]._worker).left() == {"streams read by other workers": 0, "streams not closed": 0}
+
+
+def waits(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code.co_name != "_drive":
+        frame = frame.f_back
+    return frame is not None
+
+
+def test_a_signal_ends_the_second_wait_for_a_call(two: Cluster) -> None:
+    def on_signal(*_: object) -> None:
+        raise Alarm
+
+    def send_signal() -> None:
+        eventually(lambda: waits(threading.main_thread()))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    gate, before = Gate(), signal.signal(signal.SIGUSR1, on_signal)
+    future = rpc.rpc_async("w1", gate.enter, (5,))
+    gate.wait_for()
+    first, sender = threading.Thread(target=future.wait), threading.Thread(target=send_signal)
+    first.start()
+    eventually(lambda: waits(first))
+    sender.start()
+    try:
+        with pytest.raises(Alarm):
+            future.wait()
+        assert not future.done()
+    finally:
+        gate.open()
+        first.join()
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert future.wait() == 5

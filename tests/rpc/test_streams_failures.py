@@ -292,6 +292,40 @@ def test_a_wait_ends_at_its_timeout() -> None:
     gate.open()
 
 
+class Held:
+    """An item that blocks the thread that decodes it."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Gate.enter, (self.gate,)
+
+
+def holds(gate: Gate, closed: Local[threading.Event]) -> Iterator[object]:
+    try:
+        yield 0
+        while True:
+            yield Held(gate)
+    finally:
+        closed.value.set()
+
+
+def test_a_timeout_while_a_batch_is_decoded_closes_the_generator() -> None:
+    gate, closed = Gate(), Local(threading.Event())
+
+    async def read() -> None:
+        stream = rpc.stream("w1", holds, (gate, closed), timeout=0.2, prefetch=1)
+        assert await anext(stream) == 0
+        with pytest.raises(RpcTimeout, match="item 1 of the stream"):
+            await anext(stream)
+
+    asyncio.run(read())
+    gate.wait_for()
+    gate.open()
+    assert closed.value.wait(10)
+
+
 def reads(gate: Gate) -> list[int]:
     return list(rpc.stream("w0", waits, (gate,), timeout=0))
 

@@ -139,6 +139,15 @@ def test_registered_types_travel(strict: Cluster) -> None:
     assert (found.x, found.seen, found.size) == (1, {"a"}, 3)
 
 
+def test_the_end_of_a_registration_keeps_that_of_another_class_of_the_same_name(strict: Cluster) -> None:
+    again = type("Point", (Point,), {"__module__": Point.__module__, "__qualname__": "Point"})
+    first = rpc.register_type(Point)
+    with rpc.register_type(again, lambda each: each.x, lambda x: again(x, ())):
+        first.remove()
+        plain = strict[0]._worker.messages.serializer.plain
+        assert plain._object_of(("test_no_pickle:Point", 3)).x == 3
+
+
 def test_the_receiver_uses_its_own_function_for_a_registered_type(strict: Cluster) -> None:
     rpc.register_type(Point, lambda point: point.x, lambda x: Point(x, ()))
     with strict[1]:

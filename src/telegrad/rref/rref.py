@@ -1,7 +1,7 @@
 """References to values on workers of the group."""
 
 from collections.abc import Coroutine, Generator
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 import torch
@@ -208,6 +208,8 @@ class RRef(Generic[T_co]):
         """
         worker = self._usable_worker()
         try:
+            if self.owner_id == worker.info.id:
+                return reduce(getattr, name.split("."), self._wait_local(worker.calls.timeout(timeout)))
             value = worker.rpc_sync(self.owner_id, read_attribute, (self, name), timeout=timeout)
         except TelegradError as error:
             raise self._on_error(error)
@@ -245,8 +247,7 @@ class RRef(Generic[T_co]):
         if not owned.ready:
             timeout = remaining(timeout, current.get())
             check_blocking("to_here()", "`await rref`")
-            in_time = owned.wait(timeout / 1e9 if timeout else None)
-            if not in_time:
+            if not owned.wait(timeout / 1e9 if timeout else None):
                 raise RpcTimeout(timeout / 1e9, f"the creation of {self!r}")
         value: T_co = owned.get()
         return value

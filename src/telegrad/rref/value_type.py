@@ -1,5 +1,6 @@
 """The type of a value, which its owner knows."""
 
+import asyncio
 import weakref
 from typing import Any
 
@@ -39,7 +40,8 @@ def request_type(rref: AnyHandle, timeout: float) -> CallFuture[Any]:
 def method_type(rref: AnyHandle, timeout: float) -> type | None:
     """Return the type that must have a called method, or None if it is unknown.
 
-    With a timeout this waits for the type. Otherwise it is None unless the value is known to exist.
+    With a timeout this waits for the type. Otherwise it is None unless the value is known to exist. In an event loop,
+    which must not block, it is None unless the type has arrived.
     """
     if not rref.worker.messages.gate.is_open:
         return None  # classes travel as pickles
@@ -54,5 +56,7 @@ def method_type(rref: AnyHandle, timeout: float) -> type | None:
                 return None
         elif not future.done():
             return None
+    if asyncio._get_running_loop() is not None and not (future is not None and future.done()):
+        return None
     kind: type | None = (future or request_type(rref, timeout)).wait()
     return kind

@@ -100,7 +100,9 @@ class PlainData:
 
     def remove(self, kind: type) -> None:
         """Remove what `register` has added."""
-        self._by_key.pop(self._types.pop(kind).key, None)
+        row = self._types.pop(kind)
+        if self._by_key.get(row.key) is row:  # another class may have the name by now
+            del self._by_key[row.key]
 
     def convert(self, value: object, name: str | tuple[str, ...], recorded: bool) -> Any:
         """Return a copy of a value that the codec encodes.

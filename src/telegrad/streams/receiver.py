@@ -379,9 +379,10 @@ class Receiver:
         Raises:
             RpcTimeout: always.
         """
-        self._error = error = expired(self, self._error, self.timeout, self._taken)
+        error = expired(self, self._error, self.timeout, self._taken)
         self.failed = True
-        self.close()
+        self.close()  # notifies the callee unless `_error` says that the stream has ended
+        self._error = error
         raise error
 
     # ---- the end

@@ -130,7 +130,8 @@ class CallFuture(torch.futures.Future[T]):
             return
         client = self._calls.client
         try:
-            client.wait(self, call, 0)
+            if not client.wait(self, call, 0):  # another thread waits for the call
+                wait_done(self)
         except NotInitialized:  # the worker has closed, so no thread delivers a completion
             if not self.done():
                 raise

@@ -1,6 +1,7 @@
 """Calls that are made again after a loss, by their `Retry`."""
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
@@ -33,10 +34,16 @@ class Retries:
     def __init__(self, run_once: Callable[..., object]) -> None:
         self.run_once: Callable[..., object] = run_once
         self._calls: dict[int, RetryingCall] = {}
+        self._is_closed = False
+        self._lock = threading.Lock()  # for `_is_closed`
 
     def add(self, number: int, call: "RetryingCall") -> None:
-        """Add a call that has begun."""
-        self._calls[number] = call
+        """Add a call that has begun; end it at once if the worker has closed."""
+        with self._lock:
+            if not self._is_closed:
+                self._calls[number] = call
+                return
+        call.work.close()
 
     def remove(self, number: int) -> None:
         """Remove a call that has ended."""
@@ -52,6 +59,8 @@ class Retries:
 
     def close(self) -> None:
         """End all calls: the worker has closed, and its timers end."""
+        with self._lock:
+            self._is_closed = True
         for call in self._calls.copy().values():
             call.work.close()
 
@@ -192,7 +201,12 @@ class RetryingCall:
         if error is None:
             self.work.succeed(attempt.value())
         elif self.work.error is None:
-            self._on_error(error)
+            try:
+                self._on_error(error)
+            except (
+                BaseException
+            ) as e:  # as of a policy's `covers`, or of a thread that cannot start: torch would drop it
+                self._fail(e)
 
     def _on_error(self, error: BaseException) -> None:
         """Make the next attempt after a pause, or fail."""
