@@ -28,6 +28,12 @@ inline nb::object take_error() {
   return nb::steal(value);
 }
 
+/// Throws an exception that `take_error` has taken.
+[[noreturn]] inline void rethrow(const nb::object& error) {
+  PyErr_SetObject(error.type().ptr(), error.ptr());
+  throw nb::python_error();
+}
+
 /// Runs a function. Returns the exception that it raised; not valid if there is none.
 template <class F>
 nb::object error_of(const F& run) {

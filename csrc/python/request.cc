@@ -83,21 +83,28 @@ void RequestServer::serve(Request& arrived) {
     scopes_.clear();
     return;
   }
-  if (error.is_valid()) {
-    reply_error(*r, error);
-  } else if (reply) {
-    // Leave the message as the only holder of the result: see hand_off_leases and record_versions.
-    if (!reply->segments.empty() && (any_leases() || reply->payload_size() > kMaxCopied)) {
-      result = {};
-      r->args = {};
-      r->kwargs = {};
-    }
-    send_reply(engine_, r->item.connection, r->call(), std::move(reply));
-  } else {
-    reply_slow(*r, std::move(result), kind == kDeferred);
+  const nb::object failures[] = {
+      error_of([&] {
+        if (error.is_valid()) return reply_error(*r, error);
+        if (!reply) return reply_slow(*r, std::move(result), kind == kDeferred);
+        // Leave the message as the only holder of the result: see hand_off_leases and record_versions.
+        if (!reply->segments.empty() && (any_leases() || reply->payload_size() > kMaxCopied)) {
+          result = {};
+          r->args = {};
+          r->kwargs = {};
+        }
+        send_reply(engine_, r->item.connection, r->call(), std::move(reply));
+      }),
+      error_of([&] {
+        if (r->slow.is_valid()) ask(r->slow.attr("leave"));
+      }),
+      error_of([&] {
+        if (ran) call_back(python_.clean_state);
+      }),
+  };
+  for (const nb::object& failure : failures) {
+    if (failure.is_valid()) rethrow(failure);
   }
-  if (r->slow.is_valid()) ask(r->slow.attr("leave"));
-  if (ran) call_back(python_.clean_state);
 }
 
 void RequestServer::resume(Request& r) {
@@ -322,8 +329,7 @@ nb::object RequestServer::run(Request& r) {
   const nb::object error = take_error();  // a torch operator reports which arguments are wrong
   const nb::object rerun = ask(python_.rerun_for_torch_error, r.function, r.args, r.kwargs, error);
   if (nb::object(rerun[1]).is_none()) return rerun[0];
-  PyErr_SetObject(error.type().ptr(), error.ptr());
-  throw nb::python_error();
+  rethrow(error);
 }
 
 bool RequestServer::is_deferred(const nb::object& function, const nb::object& result) const {

@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from telegrad.protocols.rref import RRefId
 from telegrad.serialize.exceptions import describe_exception, pack_exception
 from telegrad.serialize.program_pickler import ByPickler
 from telegrad.serialize.tensor_layout import Body, Buffer
-from telegrad.serialize.tracebacks import clear_frames, frames_cleared, show_exception, traceback_of
+from telegrad.serialize.tracebacks import clear_frames, frames_cleared, is_interrupt, show_exception, traceback_of
 from telegrad.types import WorkerInfo
 from telegrad.wire import ALWAYS_TAKEN, Flag, LeftOut, Tag
 from telegrad.worker import process_hooks
@@ -312,8 +313,10 @@ class Handlers:
             sent = value if pickler is None else ByPickler(None, value, ())
             message = self.messages.encode(info.peer, sent, MessageSpec(custom=pickler, context=info.context))
         except BaseException as e:  # errors of pickling, SystemExit too: the caller needs a reply
-            self.report(info.peer, e)
-            self.fail(info, e)
+            try:
+                self.report(info.peer, e)
+            finally:
+                self.fail(info, e)
         else:
             del value, sent
             self.reply(info, _VALUE, message, 0)
@@ -322,11 +325,13 @@ class Handlers:
         """Reply with the exception of the function, or of a check before the function ran."""
         if process_hooks.forked:
             process_hooks.leave_child(error)
-        self.report(info.peer, error)
-        if info.target is not None:
-            self._settle_creation(info, info.target, None, error)
-        else:
-            self.fail(info, error)
+        try:
+            self.report(info.peer, error)
+        finally:
+            if info.target is not None:
+                self._settle_creation(info, info.target, None, error)
+            else:
+                self.fail(info, error)
 
     def reply_canceled(self, info: RequestInfo, canceled: bool) -> None:
         """Reply to a request that has not run, or that was canceled while it ran.
@@ -349,7 +354,8 @@ class Handlers:
     def report(self, peer: int, error: BaseException) -> None:
         """Log an error of user code on this worker; under the drop-in, print it.
 
-        Each error is reported once: the failure of a reference is not logged again when the reference is used.
+        Each error is reported once: the failure of a reference is not logged again when the reference is used. What the
+        program's handlers and filters of the log raise is printed: to log it would run them again.
 
         Args:
             peer: Id of the caller.
@@ -357,11 +363,18 @@ class Handlers:
         """
         if frames_cleared(error):
             return
+        try:
+            self._log(peer, error)
+        except BaseException as e:
+            if is_interrupt(e):
+                raise
+            with suppress(Exception):  # closed streams
+                print(f"worker {self._info.name} cannot log an error of a call: {traceback_of(e)}", file=sys.stderr)
+
+    def _log(self, peer: int, error: BaseException) -> None:
         if is_drop_in():
-            try:
+            with suppress(OSError, ValueError):  # closed streams
                 print(describe_exception(error, self._info), file=sys.stderr)
-            except (OSError, ValueError):  # closed streams must not prevent the reply
-                pass
         elif remote_logger.isEnabledFor(self._error_level):
             caller = self.worker.members.name_of(peer)
             remote_logger.log(
