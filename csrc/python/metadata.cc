@@ -45,6 +45,7 @@ void add_metadata(Outgoing& m, const codec::Codec& codec, nb::handle target, nb:
 AutogradHooks::AutogradHooks(const nb::object& hooks)
     : hooks_(hooks),
       on_send_(hooks.attr("on_send")),
+      rollback_(hooks.attr("rollback")),
       on_request_(hooks.attr("on_request_in_context")),
       wrap_(hooks.attr("wrap")),
       plain_(hooks.attr("plain")),
@@ -61,6 +62,10 @@ bool AutogradHooks::encode(const codec::Codec& codec, nb::handle value, std::int
   message = python_result(call_python(on_send_.ptr(), context.ptr(), nb::int_(peer).ptr(), tensors.ptr(),
                                       request ? Py_True : Py_False, nb::int_(epoch).ptr()));
   return !request || !message.is_none();
+}
+
+void AutogradHooks::rollback(nb::handle context, nb::handle message, std::int32_t peer) const {
+  python_result(call_python(rollback_.ptr(), context.ptr(), message.ptr(), nb::int_(peer).ptr(), Py_None));
 }
 
 bool AutogradHooks::read(const codec::Codec& codec, const Incoming& message, ContextTag& out) {
@@ -103,7 +108,8 @@ nb::object AutogradHooks::wrap(const ContextTag& in, std::int32_t peer, nb::hand
 }
 
 int AutogradHooks::traverse(visitproc visit, void* arg) const {
-  for (const nb::object* o : {&hooks_, &on_send_, &on_request_, &wrap_, &plain_, &outside_}) Py_VISIT(o->ptr());
+  for (const nb::object* o : {&hooks_, &on_send_, &rollback_, &on_request_, &wrap_, &plain_, &outside_})
+    Py_VISIT(o->ptr());
   return 0;
 }
 

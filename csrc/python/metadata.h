@@ -41,6 +41,9 @@ class AutogradHooks {
   bool encode(const codec::Codec& codec, nb::handle value, std::int32_t peer, nb::handle context, bool request,
               std::int64_t epoch, codec::Encoded& encoded, nb::object& message) const;
 
+  /// Undoes the recording of a reply that was not sent. Throws nb::python_error.
+  void rollback(nb::handle context, nb::handle message, std::int32_t peer) const;
+
   /// Reads the metadata, which is the last segment. `out` stays empty if it names only the reference to create, which
   /// the body also names. Returns false if it has any other field, or names a call chain. Ignores headers: they are for
   /// interceptors, for which Python reads the metadata. Throws nb::python_error.
@@ -60,10 +63,10 @@ class AutogradHooks {
   const nb::object& outside() const { return outside_; }
 
   int traverse(visitproc visit, void* arg) const;
-  void clear() { hooks_ = on_send_ = on_request_ = wrap_ = plain_ = outside_ = {}; }
+  void clear() { hooks_ = on_send_ = rollback_ = on_request_ = wrap_ = plain_ = outside_ = {}; }
 
  private:
-  nb::object hooks_, on_send_, on_request_, wrap_, plain_, outside_;
+  nb::object hooks_, on_send_, rollback_, on_request_, wrap_, plain_, outside_;
 };
 
 }  // namespace telegrad::python

@@ -41,6 +41,8 @@ void RequestServer::serve(Request& arrived) {
   nb::object holder;  // owner of the request once Python may keep it
   nb::object result;
   std::unique_ptr<Outgoing> reply;
+  nb::object recorded = nb::none();  // the number of the reply, if its tensors are recorded
+  bool sent = false;
   enum { kParked, kValue, kDeferred } kind = kValue;
   bool ran = true;  // whether code of the program ran
   const nb::object error = error_of([&] {
@@ -76,7 +78,7 @@ void RequestServer::serve(Request& arrived) {
     } else if (r->slow.is_valid() && nb::cast<bool>(r->slow.attr("has_state"))) {
       reply = nullptr;  // the caller's state decides what Python records
     } else {
-      reply = encode_value(*r, result);
+      reply = encode_value(*r, result, recorded);
     }
   });
   if (kind == kParked && !error.is_valid()) {
@@ -93,7 +95,10 @@ void RequestServer::serve(Request& arrived) {
           r->args = {};
           r->kwargs = {};
         }
-        send_reply(engine_, r->item.connection, r->call(), std::move(reply));
+        sent = send_reply(engine_, r->item.connection, r->call(), std::move(reply));
+      }),
+      error_of([&] {
+        if (!sent && !recorded.is_none()) autograd_.rollback(r->context, recorded, r->item.peer);
       }),
       error_of([&] {
         if (r->slow.is_valid()) ask(r->slow.attr("leave"));
@@ -117,9 +122,9 @@ void RequestServer::resume(Request& r) {
   }
 }
 
-std::unique_ptr<Outgoing> RequestServer::encode_value(const Request& r, const nb::object& value) const {
+std::unique_ptr<Outgoing> RequestServer::encode_value(const Request& r, const nb::object& value,
+                                                      nb::object& message) const {
   codec::Encoded encoded;
-  nb::object message = nb::none();
   const bool encodable =
       r.context.is_none() ? is_encoded(codec_.encode_basic(value.ptr(), encoded))
                           : autograd_.encode(codec_, value, r.item.peer, r.context, false, kAnyEpoch, encoded, message);

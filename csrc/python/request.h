@@ -114,8 +114,9 @@ class RequestServer {
   void record_all(bool on) { records_all_ = on; }
 
  private:
-  /// Returns a reply with a value, or null if the codec cannot encode it.
-  std::unique_ptr<Outgoing> encode_value(const Request& r, const nb::object& value) const;
+  /// Returns a reply with a value, or null if the codec cannot encode it. Sets `message` to its number once its tensors
+  /// are recorded.
+  std::unique_ptr<Outgoing> encode_value(const Request& r, const nb::object& value, nb::object& message) const;
   void reply_slow(Request& r, nb::object result, bool deferred);
   /// Returns the RequestInfo of a request.
   nb::object info_of(const Request& r) const;
