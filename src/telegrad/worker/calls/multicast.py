@@ -2,10 +2,12 @@
 
 from asyncio import _get_running_loop
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Any
 
-from telegrad.errors import NotInitialized
+from telegrad.errors import NotInitialized, SerializationError
 from telegrad.serialize.function_names import NotByName
+from telegrad.serialize.tracebacks import is_of_signal_handler, strip_own_frames
 from telegrad.wire import ANY_EPOCH, Flag, Tag
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls.client import Calls
@@ -44,9 +46,53 @@ def call_many(
         SerializationError: An argument cannot be encoded.
         NotInitialized: The worker is closed.
     """
-    if active or len(peers) < 2:  # interceptors and single calls use the ordinary path
-        start = calls.client.start
-        return [start(peer, function, args, kwargs, timeout, None, False, bool(flags & _INTERNAL)) for peer in peers]
+    futures: list[CallFuture[Any]] = []
+    try:
+        if active or len(peers) < 2:  # interceptors and single calls use the ordinary path
+            _call_each(futures, calls, peers, function, args, kwargs, timeout, flags)
+        else:
+            _call_all(futures, calls, peers, function, args, kwargs, timeout, flags)
+    except BaseException:  # raised by a signal handler, or nothing can be sent
+        for future in futures:
+            future._abandon()
+        raise
+    return futures
+
+
+def _call_each(
+    futures: list[CallFuture[Any]],
+    calls: Calls,
+    peers: Sequence[int],
+    function: object,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    timeout: int,
+    flags: int,
+) -> None:
+    """Call a function on several workers, encoded for each, and append the futures."""
+    for peer in peers:
+        call = (peer, function, args, kwargs, timeout, None, False, bool(flags & _INTERNAL))
+        try:
+            futures.extend(starmap(calls.client.start, (call,)))  # has the future before a signal handler can run
+        except Exception as e:  # of an interceptor, or a reference cannot be sent to this peer
+            if isinstance(e, SerializationError | NotInitialized) or is_of_signal_handler(e):
+                raise
+            future: CallFuture[Any] = CallFuture._of(calls, (peer, function, timeout))
+            future._fail(strip_own_frames(e))
+            futures.append(future)
+
+
+def _call_all(
+    futures: list[CallFuture[Any]],
+    calls: Calls,
+    peers: Sequence[int],
+    function: object,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    timeout: int,
+    flags: int,
+) -> None:
+    """Call a function on several workers, encoded once, and append the futures."""
     recorded_in, timeout, depth = calls.client.read_scope(timeout)
     context: AutogradContext | None = None if flags & _INTERNAL else recorded_in
     parts: tuple[str, ...] = ("args", "kwargs")
@@ -60,9 +106,9 @@ def call_many(
     autocast = caller_state()
 
     flags |= caller_flags() | written.flags
-    futures: list[CallFuture[Any]] = []
     with_metadata: list[tuple[int, CallFuture[Any], PeerMetadata]] = []  # peers with metadata of their own
     without_metadata: list[tuple[int, CallFuture[Any], None]] = []
+    all_started = True
     try:
         for peer in peers:
             future: CallFuture[Any] = CallFuture._of(calls, (peer, function, timeout))
@@ -70,30 +116,34 @@ def call_many(
             try:
                 own = calls.messages.encode_for_peer(peer, written, autocast, context)
             except Exception as e:  # a reference cannot be sent to this peer
+                if is_of_signal_handler(e):
+                    raise
                 future._fail(e)
             else:
                 if own is None:
                     without_metadata.append((peer, future, None))
                 else:
                     with_metadata.append((peer, future, own))
-    except BaseException:  # raised by a signal handler: no request is sent
-        for peer, _, own in with_metadata:
-            calls.messages.rollback(peer, own, request=True)
+        for requests in (with_metadata, without_metadata):  # both are in use only if an autograd context has ended
+            if not requests:
+                continue
+            to, awaited = [peer for peer, _, _ in requests], [future for _, future, _ in requests]
+            metadata = [own.metadata for _, _, own in requests if own is not None]
+            delivers = written.handles or context is not None
+            extra = (_METADATA | _MUST_DELIVER if delivers else _METADATA) if metadata else 0
+            epochs = [ANY_EPOCH if own is None else own.epoch for _, _, own in requests]
+            ids = calls.engine.start_many(
+                to, _CALL, flags | extra, number, text, written.body, written.segments,
+                metadata or None, epochs, timeout, depth,
+                _get_running_loop() is not None, awaited,
+            )  # fmt: skip
+            for future, call in zip(awaited, ids, strict=True):
+                future._set_sent(call)
+            all_started &= all(ids)
+    except BaseException:  # raised by a signal handler, or the worker has been closed
+        for peer, future, own in with_metadata:
+            if not future._call_id():
+                calls.messages.rollback(peer, own, request=True)
         raise
-    for requests in (with_metadata, without_metadata):  # both are in use only if an autograd context has ended
-        if not requests:
-            continue
-        to, awaited = [peer for peer, _, _ in requests], [future for _, future, _ in requests]
-        metadata = [own.metadata for _, _, own in requests if own is not None]
-        extra = (_METADATA | _MUST_DELIVER if written.handles or context is not None else _METADATA) if metadata else 0
-        epochs = [ANY_EPOCH if own is None else own.epoch for _, _, own in requests]
-        ids = calls.engine.start_many(
-            to, _CALL, flags | extra, number, text, written.body, written.segments,
-            metadata or None, epochs, timeout, depth,
-            _get_running_loop() is not None, awaited,
-        )  # fmt: skip
-        for future, call in zip(awaited, ids, strict=True):
-            future._set_sent(call)
-        if not all(ids):
-            raise NotInitialized
-    return futures
+    if not all_started:
+        raise NotInitialized
