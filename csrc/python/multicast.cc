@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "codec/gil.h"
@@ -69,9 +71,9 @@ std::vector<std::size_t> order_of(Engine& e, std::span<const std::int32_t> peers
   return order;
 }
 
-nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::uint32_t name_id, nb::handle name,
-                    const nb::bytes& body, nb::handle segments, nb::handle metadata, const nb::list& epochs,
-                    Nanos timeout, std::uint32_t depth, bool never_wait, const nb::list& futures) {
+bool start_many(Engine& e, const nb::list& peers, int tag, int flags, std::uint32_t name_id, nb::handle name,
+                const nb::bytes& body, nb::handle segments, nb::handle metadata, const nb::list& epochs, Nanos timeout,
+                std::uint32_t depth, bool never_wait, const nb::list& futures) {
   std::vector<std::int32_t> to;
   for (nb::handle peer : peers) to.push_back(nb::cast<std::int32_t>(peer));
   Stored stored;
@@ -125,28 +127,36 @@ nb::list start_many(Engine& e, const nb::list& peers, int tag, int flags, std::u
     }
     stored.memory.clear();
   }
-  nb::list calls;
-  for (Request& r : requests) {
+  std::optional<nb::python_error> interrupt;
+  if (signals.raised()) interrupt.emplace();
+  bool all = true;
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    Request& r = requests[i];
     release_message(r.message);
-    calls.append(r.call);
+    all = all && r.call != 0;
+    // Not in Python, which may run signal handlers before the next bytecode.
+    if (r.call != 0) nb::setattr(futures[i], "_call", nb::int_(r.call));
   }
   requests.clear();
   decref_deferred();
-  if (signals.raised()) nb::raise_python_error();
-  return calls;
+  if (interrupt) throw nb::python_error(std::move(*interrupt));
+  return all;
 }
 
 }  // namespace
 
 void init_multicast(nb::class_<Engine>& engine) {
-  engine.def("start_many", start_many, "peers"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a,
-             "segments"_a.none(), "metadata"_a.none(), "epochs"_a, "timeout"_a, "depth"_a, "never_wait"_a, "futures"_a,
-             nb::sig("def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, "
-                     "body: bytes, segments: object | None, metadata: list[bytes] | None, epochs: list[int], "
-                     "timeout: int, depth: int, never_wait: bool, futures: list[typing.Any]) -> list[int]"),
-             "Send one request to several peers, like `start`.\n\n"
-             "The target of each is its future. If there is metadata, a peer's own is its last segment. The segments'\n"
-             "memory may change once this has returned, and no peer waits for another.");
+  engine.def(
+      "start_many", start_many, "peers"_a, "tag"_a, "flags"_a, "name_id"_a, "name"_a.none(), "body"_a,
+      "segments"_a.none(), "metadata"_a.none(), "epochs"_a, "timeout"_a, "depth"_a, "never_wait"_a, "futures"_a,
+      nb::sig("def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, "
+              "body: bytes, segments: object | None, metadata: list[bytes] | None, epochs: list[int], "
+              "timeout: int, depth: int, never_wait: bool, futures: list[typing.Any]) -> bool"),
+      "Send one request to several peers, like `start`.\n\n"
+      "The target of each is its future. Each request that is under way has set the `_call` of its future, even if a\n"
+      "signal handler raises meanwhile. If there is metadata, a peer's own is its last segment. The segments'\n"
+      "memory may change once this has returned, and no peer waits for another. Returns False if the engine has\n"
+      "been stopped: some calls get no completion.");
 }
 
 }  // namespace telegrad::python

@@ -381,12 +381,14 @@ class Engine:
     @property
     def memory(self) -> Memory: ...
 
-    def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, metadata: list[bytes] | None, epochs: list[int], timeout: int, depth: int, never_wait: bool, futures: list[Any]) -> list[int]:
+    def start_many(self, peers: list[int], tag: int, flags: int, name_id: int, name: object | None, body: bytes, segments: object | None, metadata: list[bytes] | None, epochs: list[int], timeout: int, depth: int, never_wait: bool, futures: list[Any]) -> bool:
         """
         Send one request to several peers, like `start`.
 
-        The target of each is its future. If there is metadata, a peer's own is its last segment. The segments'
-        memory may change once this has returned, and no peer waits for another.
+        The target of each is its future. Each request that is under way has set the `_call` of its future, even if a
+        signal handler raises meanwhile. If there is metadata, a peer's own is its last segment. The segments'
+        memory may change once this has returned, and no peer waits for another. Returns False if the engine has
+        been stopped: some calls get no completion.
         """
 
 class OtherReply:

@@ -22,6 +22,12 @@ ECHO, NEVER, HOLD, FORK, WINDOW = 1, 2, 3, 4, 5
 SECOND = 1_000_000_000
 
 
+class Target(str):
+    """Completion target with the id of its call."""
+
+    _call: int
+
+
 class Native:
     """Engine with `threads` pool threads, and more if the engine requests them."""
 
@@ -86,8 +92,9 @@ class Native:
 
     def start(self, peer: int, target: object, tag: int = ECHO, body: bytes = b"", segments: Any = None) -> int:
         """Send a request without waiting; the completion goes to the pool with its target."""
-        (call,) = self.engine.start_many([peer], tag, 0, 0, None, body, segments, None, [-1], 0, 0, False, [target])
-        return call
+        to: Any = Target(target) if isinstance(target, str) else target
+        self.engine.start_many([peer], tag, 0, 0, None, body, segments, None, [-1], 0, 0, False, [to])
+        return getattr(to, "_call", 0)
 
     def wait_for(self, condition: Callable[[], Any]) -> None:
         with self.happened:

@@ -132,14 +132,11 @@ def _call_all(
             delivers = written.handles or context is not None
             extra = (_METADATA | _MUST_DELIVER if delivers else _METADATA) if metadata else 0
             epochs = [ANY_EPOCH if own is None else own.epoch for _, _, own in requests]
-            ids = calls.engine.start_many(
+            all_started &= calls.engine.start_many(
                 to, _CALL, flags | extra, number, text, written.body, written.segments,
                 metadata or None, epochs, timeout, depth,
                 _get_running_loop() is not None, awaited,
             )  # fmt: skip
-            for future, call in zip(awaited, ids, strict=True):
-                future._set_sent(call)
-            all_started &= all(ids)
     except BaseException:  # raised by a signal handler, or the worker has been closed
         for peer, future, own in with_metadata:
             if not future._call_id():
