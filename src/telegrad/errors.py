@@ -39,7 +39,7 @@ TEXT = "_telegrad_text"
 """Attribute of a remote exception with torch's text for it, under the drop-in."""
 
 SHUT_DOWN: Final = "it shut down"
-"""Reason of the loss of a worker whose goodbye has come; the text of csrc/core/peers_closing.cc."""
+"""Reason of the loss of a worker after its goodbye; the text of csrc/core/peers_closing.cc."""
 
 LEFT: Final = "it left the group"
 """Reason of the loss of a worker that the group has removed after its shutdown."""
