@@ -95,9 +95,9 @@ class PlainEngine(_Engine):
             return ()
         results = wanted.results()
         if accumulate_grad:
-            for leaf, gradient in zip(inputs, results, strict=True):
+            for leaf, gradient in dict(zip(map(entry_of, inputs), results, strict=True)).items():  # each leaf once
                 if gradient is not None:
-                    add_to_grad(cast("Tensor", entry_of(leaf)), gradient)
+                    add_to_grad(cast("Tensor", leaf), gradient)
             return ()
         if not allow_unreachable and None in [gradient if gradient is None else 0 for gradient in results]:
             raise RuntimeError(UNUSED)
