@@ -48,3 +48,30 @@ def test_an_input_given_twice_gets_its_gradient_once() -> None:
     x = ones()
     rpc.rpc_sync("w1", scale, (x,)).sum().backward(inputs=[x, x, get_gradient_edge(x)])
     assert grad_of(x) == [1, 2, 3]
+
+
+def hook_into(runs: list[str], **leaves: Tensor) -> None:
+    for name, leaf in leaves.items():
+        leaf.register_post_accumulate_grad_hook(lambda _, name=name: runs.append(name))  # type: ignore[no-untyped-call]
+
+
+def test_post_accumulate_hooks_do_not_run_without_accumulation() -> None:
+    x, other = ones(), ones()
+    runs: list[str] = []
+    hook_into(runs, x=x, other=other, weight=State.weight)
+    y = rpc.rpc_sync("w1", scale, (x,)) * other
+    assert torch.autograd.grad(y.sum(), [x])[0].tolist() == [1, 2, 3]
+    assert runs == []
+
+
+@pytest.mark.parametrize("tensor_hook", [False, True])
+def test_post_accumulate_hooks_of_inputs_run_once(tensor_hook: bool) -> None:
+    x, other = ones(), ones()
+    runs: list[str] = []
+    hook_into(runs, x=x, other=other, weight=State.weight)
+    if tensor_hook:
+        x.register_hook(lambda _: runs.append("tensor hook"))
+    y = rpc.rpc_sync("w1", scale, (x,)) * other
+    y.sum().backward(inputs=[x])
+    assert runs == ["tensor hook"] * tensor_hook + ["x"]
+    assert grad_of(x) == [1, 2, 3]

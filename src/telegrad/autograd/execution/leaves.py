@@ -130,7 +130,9 @@ class SharedLeaves:
             accumulate(self._context, leaf_sum.leaf, total, leaf_sum.uniquely_owned)
 
 
-def accumulate(context: Context | None, leaf: Tensor, grad: Tensor, uniquely_owned: bool) -> None:
+def accumulate(
+    context: Context | None, leaf: Tensor, grad: Tensor, uniquely_owned: bool, run_hooks: bool = True
+) -> None:
     """Add a leaf's complete gradient to a context, or to the leaf's `.grad`.
 
     Args:
@@ -138,6 +140,8 @@ def accumulate(context: Context | None, leaf: Tensor, grad: Tensor, uniquely_own
         leaf: The leaf.
         grad: Its gradient.
         uniquely_owned: Whether no other Python code refers to `grad`.
+        run_hooks: Whether the leaf's post-accumulate hooks run with the gradient in a context. Not in a pass of
+            `torch.autograd.grad`, which accumulates nothing.
     """
     if context is None:
         add_to_grad(leaf, grad)
@@ -148,7 +152,7 @@ def accumulate(context: Context | None, leaf: Tensor, grad: Tensor, uniquely_own
         fits = grad.is_sparse  # other layouts have no strides to compare; torch copies them
     if not (fits and uniquely_owned and _use_count is not None and _use_count(grad) <= 1):
         grad = _copy(leaf, grad)
-    if not getattr(leaf, "_post_accumulate_grad_hooks", None):
+    if not run_hooks or not getattr(leaf, "_post_accumulate_grad_hooks", None):
         add_to_context(context, leaf, grad)
         return
     run_accumulate_grad(leaf, grad, context)

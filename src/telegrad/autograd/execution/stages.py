@@ -301,10 +301,9 @@ class StageRunner:
         for leaf in stage.complete_leaves:
             grad = next(found)
             if grad is not None:
-                uniquely_owned = (
-                    getrefcount(grad) <= ELEMENT_REFCOUNT
-                )  # only the engine's result and `grad` refer to it
-                accumulate(self._gradients_in, leaf, grad, uniquely_owned)
+                # Only the engine's result and `grad` refer to it.
+                uniquely_owned = getrefcount(grad) <= ELEMENT_REFCOUNT
+                accumulate(self._gradients_in, leaf, grad, uniquely_owned, self._gradients_in is self._context)
         for leaf in stage.partial_leaves:
             grad = next(found)
             if self._shared_leaves is not None:
@@ -428,7 +427,7 @@ class StageRunner:
             if id(leaf) in shared:
                 partial_grads[id(leaf)] = grad
             else:
-                accumulate(self._gradients_in, leaf, grad, uniquely_owned)
+                accumulate(self._gradients_in, leaf, grad, uniquely_owned, self._gradients_in is self._context)
         if self._shared_leaves is not None:
             for leaf in stage.partial_leaves:
                 self._shared_leaves.add(leaf, stage.rank, partial_grads.get(id(leaf)))
