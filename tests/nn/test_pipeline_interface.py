@@ -111,6 +111,19 @@ def test_a_number_of_micro_batches_that_is_no_int(number: Any) -> None:
         Pipeline(stages(["w1"]), micro_batches=number)
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+def test_the_same_module_as_two_stages(is_local: bool) -> None:
+    module = layer(0) if is_local else RemoteModule("w1", layer, (0,))
+    with pytest.raises(ValueError, match="stages 0 and 2 of a pipeline are the same module: two stages share no"):
+        Pipeline([module, ("w2", layer, (1,)), module])
+
+
+def test_a_local_module_without_parameters_as_two_stages() -> None:
+    tanh = nn.Tanh()
+    x = batch(4)[0]
+    assert torch.equal(Pipeline([tanh, tanh], micro_batches=2)(x), x.tanh().tanh())
+
+
 class Async(nn.Module):
     async def forward(self, x: Tensor) -> Tensor:
         return x

@@ -14,7 +14,16 @@ from telegrad.nn.remote_module import RemoteModule
 from telegrad.rref import RRef
 from telegrad.worker.default_worker import open_worker
 
-__all__ = ["StageSpec", "check_inputs", "check_options", "check_reduction", "detached", "remote_module", "scale_of"]
+__all__ = [
+    "StageSpec",
+    "check_distinct",
+    "check_inputs",
+    "check_options",
+    "check_reduction",
+    "detached",
+    "remote_module",
+    "scale_of",
+]
 
 StageSpec: TypeAlias = nn.Module | Sequence[Any]
 """A `RemoteModule`, a local module, or the arguments of a `RemoteModule`."""
@@ -79,6 +88,28 @@ def remote_module(number: int, spec: StageSpec) -> RemoteModule:
             f" module_cls[, args[, kwargs]]), and is {spec!r}"
         )
     return RemoteModule(*spec)
+
+
+def check_distinct(specs: Sequence[StageSpec], modules: Sequence[RemoteModule]) -> None:
+    """Check that no module is the module of several stages.
+
+    Args:
+        specs: the stages as they were given.
+        modules: the remote module of each.
+
+    Raises:
+        ValueError: two stages are the same module.
+    """
+    numbers: dict[object, int] = {}
+    for number, (spec, module) in enumerate(zip(specs, modules, strict=True)):
+        is_local = isinstance(spec, nn.Module) and not isinstance(spec, RemoteModule)
+        rref = module.module_rref  # a further reference for each local module
+        has_parameters = is_local and next(spec.parameters(), None) is not None
+        first = numbers.setdefault(id(spec) if has_parameters else (rref.owner_id, rref.id), number)
+        if first != number:
+            raise ValueError(
+                f"stages {first} and {number} of a pipeline are the same module: two stages share no parameters"
+            )
 
 
 def _check_no_local_code(number: int, module: RemoteModule) -> None:

@@ -12,6 +12,7 @@ from telegrad.errors import RemoteError, RpcTimeout, WorkerLost
 from telegrad.nn.pipeline import requests
 from telegrad.nn.pipeline.arguments import (
     StageSpec,
+    check_distinct,
     check_inputs,
     check_options,
     check_reduction,
@@ -77,7 +78,8 @@ class Pipeline(StageModules):
         times: the `StepTimes` of the last step or inference of the batch; None before.
 
     Raises:
-        ValueError: there are no stages; an unknown schedule or reduction; ``loss_fn`` has another reduction.
+        ValueError: there are no stages, or two are the same module; an unknown schedule or reduction; ``loss_fn`` has
+            another reduction.
         TypeError: a stage is none of the above, or a `RemoteModule` with hooks or a forward of its own, which run on
             this worker; a stage has an ``async def forward``; the number of micro-batches is no int.
         RuntimeError: a worker does not exist or is lost, or this process has not joined a group.
@@ -109,7 +111,9 @@ class Pipeline(StageModules):
     ) -> None:
         check_options(stages, micro_batches, schedule)
         check_reduction(reduction, loss_fn)
-        super().__init__([remote_module(number, spec) for number, spec in enumerate(stages)])
+        modules = [remote_module(number, spec) for number, spec in enumerate(stages)]
+        check_distinct(stages, modules)
+        super().__init__(modules)
         self.times: StepTimes | None = None
         self._micro_batches = micro_batches
         self._reduction = reduction
