@@ -70,6 +70,20 @@ def test_a_list_has_tensors_of_one_size() -> None:
         pipe.step(batch(8)[0], target=[torch.zeros(8), torch.zeros(7), 1.0])
 
 
+# ---- inputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapped"),
+    [("dict", lambda x: {"x": [x]}), ("list", lambda x: [x]), ("tuple", lambda x: (1, x)), ("set", lambda x: {x})],
+)
+def test_an_input_that_requires_grad_in_a_container_is_refused(kind: str, wrapped: Any) -> None:
+    pipe = Pipeline(stages(["w1"]), F.mse_loss, micro_batches=4)
+    x, target = batch(8)
+    with pytest.raises(TypeError, match=f"is a {kind} with such a tensor inside, which would get no gradient"):
+        pipe.step(x, wrapped(x.clone().requires_grad_()), target=target)
+
+
 # ---- dicts
 
 

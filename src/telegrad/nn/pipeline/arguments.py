@@ -132,7 +132,15 @@ def check_inputs(inputs: Sequence[object]) -> None:
 
     Raises:
         RuntimeError: a graph continues on another worker, in an autograd context.
+        TypeError: a tensor that requires grad is in a container, where its gradient would be dropped.
     """
+    for value in inputs:
+        if not isinstance(value, Tensor) and _has_grad(value):
+            raise TypeError(
+                "an input of a pipeline's step that requires grad is an argument of its own; one of the given ones is a"
+                f" {type(value).__name__} with such a tensor inside, which would get no gradient. Pass the tensor as an"
+                " argument, or detach() it."
+            )
     computed = [value for value in inputs if isinstance(value, Tensor) and value.grad_fn is not None]
     if not computed:
         return
@@ -144,6 +152,15 @@ def check_inputs(inputs: Sequence[object]) -> None:
             " backward pass of a step has no context. Receive the tensor within telegrad.autograd.plain() instead of a"
             " context; or pass input.detach(), for no gradients before the pipeline."
         )
+
+
+def _has_grad(value: object) -> bool:
+    """Return whether a value is or contains a tensor that requires grad."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, dict):
+        return any(map(_has_grad, value.values()))
+    return isinstance(value, (tuple, list, set)) and any(map(_has_grad, value))
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:

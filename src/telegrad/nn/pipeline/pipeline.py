@@ -203,7 +203,8 @@ class Pipeline(StageModules):
         Raises:
             ValueError: the sizes of tensors differ, or are smaller than the number of micro-batches; the pipeline has
                 no ``loss_fn``.
-            TypeError: the target is a dict or a set, or has a container inside; the scaler is no ``GradScaler``.
+            TypeError: the target is a dict or a set, or has a container inside; an input is a container with a tensor
+                that requires grad; the scaler is no ``GradScaler``.
             RuntimeError: another step of this pipeline is running; an input comes from a context; a worker is lost
                 (`WorkerLost`), or the timeout has expired (`RpcTimeout`).
             errors of modules and of ``loss_fn``: of their original type and of RemoteError, with a note that names the
