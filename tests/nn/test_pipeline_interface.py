@@ -111,6 +111,15 @@ def test_a_number_of_micro_batches_that_is_no_int(number: Any) -> None:
         Pipeline(stages(["w1"]), micro_batches=number)
 
 
+def test_a_timeout_that_is_no_number() -> None:
+    pipe, scaler = Pipeline(stages(["w1"]), F.mse_loss, micro_batches=2), torch.amp.GradScaler("cpu")
+    x, target = batch(4)
+    with pytest.raises(TypeError, match="timeout has to be a number of seconds.*not 'x'"):
+        pipe.step(x, target=target, timeout="x", scaler=scaler)  # type: ignore[call-overload]
+    assert pipe._number == 0
+    assert scaler._scale is None
+
+
 @pytest.mark.parametrize("is_local", [False, True])
 def test_the_same_module_as_two_stages(is_local: bool) -> None:
     module = layer(0) if is_local else RemoteModule("w1", layer, (0,))

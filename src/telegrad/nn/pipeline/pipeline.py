@@ -29,6 +29,7 @@ from telegrad.nn.pipeline.times import PassTime, StepTimes
 from telegrad.protocols.rref import RRefId
 from telegrad.rref import RRef
 from telegrad.rref.usable_id import usable_id
+from telegrad.timeouts import nanoseconds
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.scope import caller_state, outside_contexts, without_autocast
 
@@ -204,7 +205,7 @@ class Pipeline(StageModules):
             ValueError: the sizes of tensors differ, or are smaller than the number of micro-batches; the pipeline has
                 no ``loss_fn``.
             TypeError: the target is a dict or a set, or has a container inside; an input is a container with a tensor
-                that requires grad; the scaler is no ``GradScaler``.
+                that requires grad; the scaler is no ``GradScaler``; the timeout is no number.
             RuntimeError: another step of this pipeline is running; an input comes from a context; a worker is lost
                 (`WorkerLost`), or the timeout has expired (`RpcTimeout`).
             errors of modules and of ``loss_fn``: of their original type and of RemoteError, with a note that names the
@@ -220,6 +221,8 @@ class Pipeline(StageModules):
         """
         if not self._trainable:
             raise ValueError("this pipeline has no loss_fn, so it is for inference only: call it instead of step")
+        if timeout != _DEFAULT_TIMEOUT:
+            nanoseconds(timeout)  # raises the error for what is no timeout, before anything has changed
         check_inputs(inputs)
         needs = tuple(isinstance(value, Tensor) and value.requires_grad for value in inputs)
         scale = None if scaler is None else scale_of(scaler)
