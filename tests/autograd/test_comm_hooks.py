@@ -178,6 +178,17 @@ def test_a_worker_has_one_hook() -> None:
         autograd.register_comm_hook(None, to_half)
 
 
+async def async_hook(state: object, bucket: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize("hook", [None, async_hook])
+def test_a_hook_that_is_no_plain_function(hook: Any) -> None:
+    with pytest.raises(TypeError, match="a communication hook has to be"):
+        autograd.register_comm_hook(None, hook)
+    autograd.register_comm_hook(None, to_half).remove()
+
+
 def test_without_a_group() -> None:
     from telegrad.testing import run_all
 

@@ -228,6 +228,7 @@ def register_comm_hook(state: object, hook: CommHook) -> RemovableHandle:
     Raises:
         RuntimeError: The worker has a hook already, or this process has not joined a group. What the hook or its
             function raises fails the backward pass.
+        TypeError: The hook is not callable, or an ``async def``.
 
     Example::
 

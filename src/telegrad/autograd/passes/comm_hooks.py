@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from telegrad.autograd.context import WireMessage
 from telegrad.autograd.passes.messages import GRADIENTS
+from telegrad.worker.calls.callables import require_plain_function
 
 __all__ = ["CommHook", "CommHooks", "Compressed", "GradientBucket", "decompress"]
 
@@ -70,7 +71,9 @@ class CommHooks:
 
         Raises:
             RuntimeError: The worker has a hook.
+            TypeError: The hook is not callable, or an ``async def``.
         """
+        require_plain_function(hook, "a communication hook", "Compress the gradients without waiting.")
         if self.hooks:
             raise RuntimeError("this worker has a communication hook already: call remove() of its handle before")
         handle = RemovableHandle(self.hooks)
