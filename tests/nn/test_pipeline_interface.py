@@ -111,6 +111,18 @@ def test_a_number_of_micro_batches_that_is_no_int(number: Any) -> None:
         Pipeline(stages(["w1"]), micro_batches=number)
 
 
+async def async_loss(y: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(y, target)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "text"), [(5, "has to be callable, and 5 is not"), (async_loss, "has to be a plain function")]
+)
+def test_a_loss_function_that_is_none(loss_fn: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=f"loss_fn of a pipeline {text}"):
+        Pipeline(stages(["w1"]), loss_fn)
+
+
 def test_a_timeout_that_is_no_number() -> None:
     pipe, scaler = Pipeline(stages(["w1"]), F.mse_loss, micro_batches=2), torch.amp.GradScaler("cpu")
     x, target = batch(4)

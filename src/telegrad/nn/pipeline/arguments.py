@@ -12,6 +12,7 @@ from telegrad.nn.pipeline.schedule import SCHEDULES
 from telegrad.nn.pipeline.stage_modules import StageModules
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.rref import RRef
+from telegrad.worker.calls.callables import require_plain_function
 from telegrad.worker.default_worker import open_worker
 
 __all__ = [
@@ -50,11 +51,14 @@ def check_options(stages: Sequence[StageSpec], micro_batches: object, schedule: 
 
 
 def check_reduction(reduction: str, loss_fn: object) -> None:
-    """Check a reduction.
+    """Check a reduction and its loss function.
 
     Raises:
         ValueError: there is no such reduction, or the loss function has another one.
+        TypeError: the loss function is no function, or an ``async def``.
     """
+    if loss_fn is not None:
+        require_plain_function(loss_fn, "loss_fn of a pipeline", "Compute the loss from the stage's result only.")
     if reduction not in _REDUCTIONS:
         raise ValueError(f"unknown reduction {reduction!r}: the reductions are {', '.join(map(repr, _REDUCTIONS))}")
     own = getattr(loss_fn, "reduction", reduction)
