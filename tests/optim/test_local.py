@@ -1,7 +1,7 @@
 """A worker's part of a distributed optimizer: parameters and memory of a step."""
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -256,6 +256,27 @@ def test_optimizers_of_the_same_parameters_step_exclusively(worker: OneWorker) -
 
     run_all([lambda i=i: run(both[i % 2], i) for i in range(4)])  # type: ignore[misc]
     assert torch.equal(parameter, torch.full((3,), -400.0))
+
+
+class Interrupting:
+    """Lock during whose wait Ctrl+C is pressed."""
+
+    def acquire(self, timeout: float) -> bool:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_wait_for_another_step_holds_no_lock(worker: OneWorker, parameters: list[nn.Parameter]) -> None:
+    one = local(worker, parameters)
+    *first, last = one._in_turn
+    lock, last.lock = last.lock, cast("Any", Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        one.step(1, ones(parameters))
+    last.lock = lock
+    free: list[bool] = []
+    other = threading.Thread(target=lambda: free.extend(each.lock.acquire(blocking=False) for each in first))
+    other.start()
+    other.join()
+    assert free == [True, True]
 
 
 def test_a_step_that_waits_too_long_logs_it(worker: OneWorker) -> None:

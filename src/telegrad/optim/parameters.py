@@ -107,14 +107,17 @@ class locked_in_order:  # a class costs half of a generator
         self._held = 0
 
     def __enter__(self) -> None:
-        for one in self._parameters:
-            if not one.lock.acquire(timeout=self._timeout):
-                self.__exit__()
-                raise TimeoutError(
-                    f"another optimizer was still stepping a parameter of shape {list(one.parameter.shape)} after"
-                    f" {self._timeout:g} s. Steps of the same parameters run one after another."
-                )
-            self._held += 1
+        try:
+            for one in self._parameters:
+                if not one.lock.acquire(timeout=self._timeout):
+                    raise TimeoutError(
+                        f"another optimizer was still stepping a parameter of shape {list(one.parameter.shape)} after"
+                        f" {self._timeout:g} s. Steps of the same parameters run one after another."
+                    )
+                self._held += 1
+        except BaseException:  # as of a signal handler, during the wait
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         while self._held:
