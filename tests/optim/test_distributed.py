@@ -223,6 +223,14 @@ def test_invalid_arguments() -> None:
         DistributedOptimizer(optim.SGD, [torch.ones(1)], lr=1.0)
     with pytest.raises(TypeError, match='a parameter group is a dict with "params"'):
         DistributedOptimizer(optim.SGD, [{"lr": 1.0}])
+    both = weights(layers("w1", "w0"))
+    with pytest.raises(TypeError, match='the "params" of a group are a set'):
+        DistributedOptimizer(optim.SGD, [{"params": set(both)}])
+    for mixed in ([("a", both[0]), both[1]], [both[0], ("b", both[1])]):
+        with pytest.raises(ValueError, match="some have no name: name all of a group, or none"):
+            DistributedOptimizer(optim.SGD, mixed)
+    with pytest.raises(TypeError, match="takes RRefs to parameters, but got a tuple"):
+        DistributedOptimizer(optim.SGD, [("a", "b", both[0])])
     with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
         DistributedOptimizer(optim.SGD, [RRef(torch.ones(1, requires_grad=True) * 2)], lr=1.0)
 

@@ -48,7 +48,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         RuntimeError: this process has not joined a group, or an owner is lost.
-        ValueError: params_rref is empty.
+        ValueError: params_rref is empty, or only some of a group's parameters have names.
         TypeError: params_rref is none of the above; the class has a `step` that needs a closure.
         errors of the class; those of several owners as one `ExceptionGroup` that is of all their types.
 
@@ -99,7 +99,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             param_group: a dict with references, or pairs of names and references, as "params", and with options.
 
         Raises:
-            TypeError: it is not such a group.
+            TypeError: it is not such a group, or "params" is a set.
+            ValueError: only some of the parameters have names.
             errors of the owners' optimizers; those of several owners as one `ExceptionGroup`.
         """
         self._add_groups([read_group(param_group)], True)

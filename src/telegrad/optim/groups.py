@@ -123,6 +123,7 @@ def read_groups(entries: Sequence[Any]) -> tuple[list[RemoteGroup], bool]:
     Raises:
         ValueError: there are no entries.
         TypeError: an entry is neither a reference, nor a name and a reference, nor a group.
+        ValueError: only some of the references have names.
     """
     if not entries:
         raise ValueError("optimizer got an empty parameter list")
@@ -135,11 +136,14 @@ def read_group(entry: object) -> RemoteGroup:
     """Return the options, references and names of a group.
 
     Raises:
-        TypeError: the entry is no group of references.
+        TypeError: the entry is no group of references, or these have no order.
+        ValueError: only some of the references have names.
     """
     if not isinstance(entry, Mapping) or "params" not in entry:
         raise TypeError(f'a parameter group is a dict with "params", not {entry!r}')
     params = entry["params"]
+    if isinstance(params, (set, frozenset)):
+        raise TypeError('the "params" of a group are a set, whose order changes between runs: use a list instead')
     members = [params] if isinstance(params, RRef) else list(params)
     return {key: value for key, value in entry.items() if key != "params"}, *_split(members)
 
@@ -147,7 +151,13 @@ def read_group(entry: object) -> RemoteGroup:
 def _split(members: Sequence[Any]) -> tuple[list[RRef[Any]], list[str] | None]:
     """Return the references, and their names if they have any."""
     names: list[str] | None = None
-    if members and isinstance(members[0], tuple):
+    are_pairs = [isinstance(member, tuple) and len(member) == 2 for member in members]
+    if any(are_pairs):
+        if not all(are_pairs):
+            raise ValueError(
+                "some parameters of a DistributedOptimizer are pairs of a name and an RRef, and some have no name: name"
+                " all of a group, or none"
+            )
         names = [name for name, _ in members]
         members = [rref for _, rref in members]
     for member in members:
