@@ -349,6 +349,22 @@ def test_an_owner_that_adds_a_group_too_late_removes_it(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("w")
+def test_adding_a_group_waits_for_other_steps_until_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(2, rpc.Options(rpc_timeout=5)):
+        optimizer = DistributedOptimizer(optim.SGD, weights(layers("w1")), lr=0.5)
+        timeouts: list[float] = []
+        exclusive = LocalOptimizer.exclusive
+
+        def recorded(self: LocalOptimizer, timeout: float = -1.0, chain: int = 0) -> Any:
+            timeouts.append(timeout)
+            return exclusive(self, timeout, chain)
+
+        monkeypatch.setattr(LocalOptimizer, "exclusive", recorded)
+        optimizer.add_param_group({"params": weights(layers("w1"))})
+        assert len(timeouts) == 1
+        assert 0 < timeouts[0] <= 5
+
+
 def test_an_optimizer_whose_owner_keeps_a_failed_group_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise KeyError("no undo")

@@ -97,20 +97,22 @@ class LocalOptimizer:
         self._shadows: list[Tensor] = [self._shadow_of[id(parameter)] for parameter in unique]
         self._vacant = [torch.empty(0, dtype=p.dtype, device=p.device) for p in unique]
 
-    def add_group(self, group: Group, attempt: str = "") -> None:
+    def add_group(self, group: Group, attempt: str = "", timeout: float = -1.0) -> None:
         """Add a parameter group. After an error there is no such group.
 
         Args:
             group: the group.
             attempt: a unique text, for `undo_add`.
+            timeout: seconds to wait for steps of other optimizers; -1 is no limit.
 
         Raises:
+            TimeoutError: another optimizer is still stepping one of the parameters.
             ValueError: one of its parameters is not a leaf, shares memory with another, or is in a group already.
             RuntimeError: the attempt has been undone.
             errors of the optimizer.
         """
         members = group[1]
-        with self.exclusive():
+        with self.exclusive(timeout):
             if attempt in self._undone:
                 self._undone.remove(attempt)
                 raise RuntimeError("adding this parameter group has failed on another worker, and was undone")

@@ -109,10 +109,10 @@ def create_part(
 
 def add_group(created_on: int, local_id: int, group: RemoteGroup, attempt: str) -> Made:
     """Add a group to a part; see `LocalOptimizer.add_group`."""
-    local, _ = _part(created_on, local_id)
+    local, timeout = _part(created_on, local_id)
     options, rrefs, names = group
     count = len(local.parameters)
-    local.add_group((options, [rref.local_value() for rref in rrefs], names), attempt)
+    local.add_group((options, [rref.local_value() for rref in rrefs], names), attempt, timeout)
     defaults, options_of_groups, shapes = _description(local, count)
     return defaults, options_of_groups[-1:], shapes
 
