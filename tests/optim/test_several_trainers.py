@@ -12,6 +12,8 @@ from torch import Tensor, nn, optim
 
 from telegrad import autograd, rpc
 from telegrad.optim import DistributedOptimizer, between_steps
+from telegrad.optim import owner as on_owner
+from telegrad.optim.local import LocalOptimizer
 from telegrad.rpc import RRef
 from telegrad.testing import Cluster, Gate, assert_quiescent, cluster, eventually, run_all
 
@@ -315,3 +317,24 @@ def test_between_steps(w: Cluster, holder: RRef[Holder]) -> None:
     step_of(w, 2, holder, optimizer)
     eventually(lambda: not gate.handlers)
     assert torch.equal(weight, torch.full((3,), 2.0))
+
+
+# ---- options
+
+
+def part_at(worker: Any, optimizer: DistributedOptimizer) -> LocalOptimizer:
+    (part,) = optimizer.remote_optimizers
+    found = worker._worker.references.owned(part.id).get()
+    assert isinstance(found, LocalOptimizer)
+    return found
+
+
+@pytest.mark.parametrize("function", [on_owner.step_of, on_owner.state_of])
+def test_options_do_not_change_during_another_step(w: Cluster, holder: RRef[Holder], function: Any) -> None:
+    optimizer = optimizer_on(w, 1, holder)
+    part, (reference,) = part_at(w[0], optimizer), optimizer.remote_optimizers
+    arguments = (*reference.id, *([None] if function is on_owner.step_of else []), [(0, {"lr": 0.5})])
+    with part.exclusive():  # as a step of another trainer
+        with pytest.raises(TimeoutError):
+            w[1].rpc_sync("w0", function, arguments, timeout=0.2)
+        assert part.optimizer.param_groups[0]["lr"] == 1.0

@@ -5,6 +5,7 @@ the slow path.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -157,9 +158,10 @@ def step_of(
         changes: options to set first.
     """
     local, timeout = _part(created_on, local_id)
-    _set_options(local, changes)
     chain = min(context_id or 0, 0)
-    local.step(None if chain else context_id, timeout=timeout, chain=chain)
+    with local.exclusive(timeout, chain) if changes else nullcontext():  # no other step gets these options
+        _set_options(local, changes)
+        local.step(None if chain else context_id, timeout=timeout, chain=chain)
 
 
 def zero_grad(created_on: int, local_id: int, set_to_none: bool) -> None:
@@ -241,8 +243,8 @@ def unscale(created_on: int, local_id: int, context_id: int | None, inverse: flo
 def state_of(created_on: int, local_id: int, changes: Changes = ()) -> dict[str, Any]:
     """Return a copy of a part's state on the CPU, after setting options."""
     local, timeout = _part(created_on, local_id)
-    _set_options(local, changes)
     with local.exclusive(timeout):
+        _set_options(local, changes)
         # Copies: the result is sent after this function has returned, and a step may follow before that.
         state: dict[str, Any] = _cloned(local.optimizer.state_dict(), torch.device("cpu"))
     return state
