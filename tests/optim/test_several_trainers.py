@@ -338,3 +338,18 @@ def test_options_do_not_change_during_another_step(w: Cluster, holder: RRef[Hold
         with pytest.raises(TimeoutError):
             w[1].rpc_sync("w0", function, arguments, timeout=0.2)
         assert part.optimizer.param_groups[0]["lr"] == 1.0
+
+
+def step_with(optimizer: DistributedOptimizer, rate: float) -> None:
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.step()
+
+
+def test_options_of_an_optimizer_that_was_sent(w: Cluster, holder: RRef[Holder]) -> None:
+    optimizer = optimizer_on(w, 1, holder)
+    part = part_at(w[0], optimizer)
+    with w[1]:
+        rpc.rpc_sync("w2", step_with, (optimizer, 0.5))
+        assert part.optimizer.param_groups[0]["lr"] == 0.5
+        optimizer.step()
+        assert part.optimizer.param_groups[0]["lr"] == 1.0

@@ -378,7 +378,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         raise IndexError(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is sent with the optimizer in a call: not its hooks."""
+        """Return what is sent with the optimizer in a call: not its hooks.
+
+        From now on either copy may set options of the owners, so each sends all of its own with its next step.
+        """
+        for part in self._parts.values():
+            part.mark_options_unknown()
         names = ("defaults", "param_groups", "optimizer_class", "_arguments", "_parts", "_unusable")
         return {"state": defaultdict(dict), **{name: self.__dict__[name] for name in names}}
 
