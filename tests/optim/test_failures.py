@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from telegrad.errors import RemoteError, WorkerLost
+from telegrad.errors import RemoteError, RpcTimeout, TelegradError, WorkerLost
 from telegrad.optim.failures import all_of
 from telegrad.serialize.exceptions import pack_exception, unpack_exception
 from telegrad.types import WorkerInfo
@@ -72,6 +72,28 @@ def test_types_that_cannot_be_combined_keep_the_last_one() -> None:
     error = all_of("it failed", [("w1", UnicodeDecodeError("ascii", b"\xff", 0, 1, "bad")), ("w2", last)])
     assert error is last
     assert "it failed on 2 workers: w1: UnicodeDecodeError" in error.__notes__[0]
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_timeout_among_others(is_last: bool) -> None:
+    errors = [("w1", RpcTimeout(5.0, "step on w1")), ("w2", remote(ValueError("no rate"), "w2"))]
+    error = all_of("it failed", errors if is_last else errors[::-1])
+    for kind in (ValueError, RemoteError, TelegradError, ExceptionGroup):
+        assert isinstance(error, kind)
+    caught: list[Exception] = []
+    try:
+        raise error
+    except* TimeoutError as group:
+        caught += group.exceptions
+    except* ValueError:
+        pass
+    assert [type(e) for e in caught] == [RpcTimeout]
+
+
+def test_timeouts_only_keep_the_last_one() -> None:
+    last = RpcTimeout(5.0, "step on w2")
+    assert all_of("it failed", [("w1", RpcTimeout(5.0, "step on w1")), ("w2", last)]) is last
+    assert "it failed on 2 workers: w1: RpcTimeout" in last.__notes__[0]
 
 
 def test_it_can_be_sent_again() -> None:
