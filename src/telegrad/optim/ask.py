@@ -11,6 +11,8 @@ from telegrad.optim.owner import require_worker
 from telegrad.rref import RRef
 from telegrad.rref.usable_id import usable_id
 from telegrad.worker import Worker
+from telegrad.worker.calls.callables import name_of
+from telegrad.worker.calls.operation_timeouts import of_operation
 from telegrad.worker.scope import outside_contexts
 
 __all__ = ["Request", "ask", "failures_of"]
@@ -36,11 +38,11 @@ class Request(NamedTuple):
         return self.args if self.of is None else (*usable_id(self.of), *self.args)
 
 
-def ask(what: str, requests: Mapping[int, Request]) -> list[Any]:
+def ask(operation: str, requests: Mapping[int, Request]) -> list[Any]:
     """Call a function on each owner at the same time, and return the results.
 
     Args:
-        what: what has failed if one of them fails, for the error.
+        operation: what the program has called, for errors.
         requests: by id of the owner.
 
     Raises:
@@ -59,7 +61,7 @@ def ask(what: str, requests: Mapping[int, Request]) -> list[Any]:
             futures.append((owner, _started(worker, owner, requests[owner])))
         for owner in ordered[-1:]:
             futures.append((owner, _called(worker, owner, requests[owner])))
-        results = dict(zip(ordered, _all_results(worker, what, futures), strict=True))
+        results = dict(zip(ordered, _all_results(worker, operation, requests, futures), strict=True))
     return [results[owner] for owner in requests]
 
 
@@ -128,7 +130,9 @@ class _Ended:
             del error
 
 
-def _all_results(worker: Worker, what: str, futures: Sequence[tuple[int, Waitable]]) -> list[Any]:
+def _all_results(
+    worker: Worker, operation: str, requests: Mapping[int, Request], futures: Sequence[tuple[int, Waitable]]
+) -> list[Any]:
     """Wait for all futures and return their results.
 
     Raises:
@@ -139,7 +143,8 @@ def _all_results(worker: Worker, what: str, futures: Sequence[tuple[int, Waitabl
         try:
             results.append(future.wait())
         except Exception as e:
-            failures.append((worker.members.name_of(owner), e))
+            error = of_operation(e, (name_of(requests[owner].function),), operation)
+            failures.append((worker.members.name_of(owner), error))
     if failures:
-        raise all_of(what, failures)
+        raise all_of(f"{operation} failed", failures)
     return results

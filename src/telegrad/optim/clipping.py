@@ -82,7 +82,7 @@ def clip_grad_norm_(
         function = on_owner.scale_references
         of = {owner: [references[place] for place in theirs] for owner, theirs in places.items()}
         ask(
-            "gradients could not be scaled",
+            "clip_grad_norm_",
             {one: Request(function, (theirs, context_id, factor)) for one, theirs in of.items()},
         )
     return total
@@ -108,6 +108,6 @@ def _norms(
     of = {owner: [references[place] for place in theirs] for owner, theirs in places.items()}
     requests = {owner: Request(function, (theirs, context_id, norm_type)) for owner, theirs in of.items()}
     found: list[tuple[int, Tensor]] = []
-    for theirs, (numbers, norms) in zip(places.values(), ask("norms could not be computed", requests), strict=True):
+    for theirs, (numbers, norms) in zip(places.values(), ask("clip_grad_norm_", requests), strict=True):
         found += [(theirs[number], norms[at]) for at, number in enumerate(numbers)]
     return found

@@ -82,7 +82,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Not the constructor of torch's class: it takes tensors.
         self.__setstate__({"defaults": {}, "state": defaultdict(dict), "param_groups": []})
         self.defaults: dict[str, Any] = {}  # without what torch adds for states of old versions
-        self._add_groups(groups, grouped)
+        name = getattr(optimizer_class, "__name__", optimizer_class)
+        self._add_groups(groups, grouped, f"DistributedOptimizer({name})")
 
     @property
     def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
@@ -103,9 +104,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ValueError: only some of the parameters have names.
             errors of the owners' optimizers; those of several owners as one `ExceptionGroup`.
         """
-        self._add_groups([read_group(param_group)], True)
+        self._add_groups([read_group(param_group)], True, "DistributedOptimizer.add_param_group")
 
-    def _add_groups(self, groups: Sequence[RemoteGroup], grouped: bool) -> None:
+    def _add_groups(self, groups: Sequence[RemoteGroup], grouped: bool, operation: str) -> None:
         self._check_usable()
         worker, (args, kwargs) = require_worker(), self._arguments
         attempt = uuid4().hex
@@ -124,10 +125,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return Request(on_owner.create_part, (self.optimizer_class, theirs, grouped, args, kwargs))
             return Request(on_owner.make_local_optimizer, (kind, theirs, grouped, args, kwargs))
 
-        name = getattr(self.optimizer_class, "__name__", self.optimizer_class)
         requests = {one: request(one) for one in owners}
         try:
-            replies = ask(f"{name} could not be made", requests)
+            replies = ask(operation, requests)
         except BaseException as error:
             if known := [one for one in owners if one in self._parts]:
                 self._undo_add(attempt, known)
@@ -205,7 +205,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if context_id is None:
             context_id = current_chain() or None  # the step must not wait for the handler that makes it
-        self._ask_with_changes("the optimizer could not step", self._parts, step_of, context_id)
+        self._ask_with_changes("DistributedOptimizer.step", self._parts, step_of, context_id)
         return loss
 
     def accumulate(self, context_id: int) -> None:
@@ -232,7 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.zero_grad()
         """
         _is_valid_context(context_id)
-        self._ask_parts("gradients could not be accumulated", on_owner.accumulate, context_id)
+        self._ask_parts("DistributedOptimizer.accumulate", on_owner.accumulate, context_id)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Remove the `.grad` of all parameters on their owners.
@@ -245,11 +245,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: an owner is lost.
         """
-        self._ask_parts("gradients could not be reset", on_owner.zero_grad, set_to_none)
+        self._ask_parts("DistributedOptimizer.zero_grad", on_owner.zero_grad, set_to_none)
 
     def _norms(self, context_id: int | None, norm_type: float) -> list[tuple[int, Tensor]]:
         """Return each gradient's norm with its parameter's id."""
-        replies = self._ask_parts("norms could not be computed", on_owner.norms_of, context_id, norm_type)
+        replies = self._ask_parts("clip_grad_norm_", on_owner.norms_of, context_id, norm_type)
         found = []
         for part, (numbers, norms) in zip(self._parts.values(), replies, strict=True):
             found += [(part.ids[number], norms[at]) for at, number in enumerate(numbers)]
@@ -257,7 +257,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _scale(self, context_id: int | None, factor: float) -> None:
         """Multiply gradients at once."""
-        self._ask_parts("gradients could not be scaled", on_owner.scale, context_id, factor)
+        self._ask_parts("clip_grad_norm_", on_owner.scale, context_id, factor)
 
     def _unscale(self, context_id: int | None, inverse: float) -> bool:
         """Multiply gradients at once; return whether one was infinite or not a number."""
@@ -266,7 +266,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # The same attempt until all owners have unscaled: it is repeated after an error.
         self._unscaling = self._unscaling or uuid4().hex
         arguments = context_id, inverse, self._unscaling
-        found = any(self._ask_parts("gradients could not be unscaled", on_owner.unscale, *arguments))
+        found = any(self._ask_parts("GradScaler.unscale_", on_owner.unscale, *arguments))
         self._unscaling = ""
         return found
 
@@ -296,7 +296,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         parts = self._parts if owner is None else self._part_on(owner)
-        states = self._ask_with_changes("the state could not be read", parts, on_owner.state_of)
+        states = self._ask_with_changes("DistributedOptimizer.state_dict", parts, on_owner.state_of)
         result = states[0] if owner is not None else join(self.param_groups, list(parts.values()), states)
         for after in self._optimizer_state_dict_post_hooks.values():
             result = after(self, result) or result
@@ -336,7 +336,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_shapes(self.optimizer_class, part, theirs[one], worker.members.name_of(one), self._name_of)
         requests = {one: Request(on_owner.load_state, (theirs[one],), part.rref) for one, part in parts.items()}
         try:
-            replies = ask("the state could not be loaded", requests)
+            replies = ask("DistributedOptimizer.load_state_dict", requests)
         except BaseException:
             # An owner may have loaded the options of the state before its error, or that of another owner.
             for part in parts.values():
@@ -389,13 +389,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ---- calls of owners
 
-    def _ask_parts(self, what: str, function: Callable[..., Any], *arguments: object) -> list[Any]:
+    def _ask_parts(self, operation: str, function: Callable[..., Any], *arguments: object) -> list[Any]:
         """Call a function on all owners with their part's reference; see `ask`."""
         self._check_usable()
-        return ask(what, {one: Request(function, arguments, part.rref) for one, part in self._parts.items()})
+        return ask(operation, {one: Request(function, arguments, part.rref) for one, part in self._parts.items()})
 
     def _ask_with_changes(
-        self, what: str, parts: Mapping[int, Part], function: Callable[..., Any], *arguments: object
+        self, operation: str, parts: Mapping[int, Part], function: Callable[..., Any], *arguments: object
     ) -> list[Any]:
         """Call a function on owners, which first set changed options.
 
@@ -408,7 +408,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             further = (changes[one],) if changes[one] else ()
             requests[one] = Request(function, (*arguments, *further), part.rref)
         try:
-            results = ask(what, requests)
+            results = ask(operation, requests)
         except BaseException:
             # An owner may have set the options before its error.
             for one, part in parts.items():

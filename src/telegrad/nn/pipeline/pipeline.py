@@ -31,6 +31,7 @@ from telegrad.rref import RRef
 from telegrad.rref.usable_id import usable_id
 from telegrad.timeouts import nanoseconds
 from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.operation_timeouts import naming_timeouts
 from telegrad.worker.scope import caller_state, outside_contexts, without_autocast
 
 __all__ = ["Pipeline", "StageSpec"]
@@ -121,7 +122,8 @@ class Pipeline(StageModules):
         self._reduction = reduction
         self._trainable = loss_fn is not None
         self._number = 0  # of the last step
-        self._rrefs: list[RRef[PipelineStage]] = self._make_stages(schedule, loss_fn)
+        with naming_timeouts(requests.__all__, "Pipeline()"):
+            self._rrefs: list[RRef[PipelineStage]] = self._make_stages(schedule, loss_fn)
 
     def _make_stages(self, schedule: str, loss_fn: LossFunction | None) -> list[RRef[PipelineStage]]:
         last = len(self.stages) - 1
@@ -273,6 +275,7 @@ class Pipeline(StageModules):
         sizes = divide(batch, count)
         autocast = caller_state()
         with (
+            naming_timeouts(requests.__all__, "Pipeline.step" if training else "Pipeline.forward", training),
             self._exclusive(),
             outside_contexts(),
             without_autocast(),
@@ -361,7 +364,7 @@ class Pipeline(StageModules):
         Raises:
             RuntimeError: a worker is lost, or a step is running in another thread.
         """
-        with self._exclusive(), outside_contexts():
+        with naming_timeouts(requests.__all__, "Pipeline.zero_grad"), self._exclusive(), outside_contexts():
             rpc.wait_all(
                 [
                     rpc.rpc_async(rref.owner_id, requests.reset_gradients, (*each, self._number, set_to_none))

@@ -1,0 +1,48 @@
+"""Timeouts of operations of the API that make calls of functions which their users do not know."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from telegrad.errors import RemoteError, RpcTimeout
+from telegrad.wire.layout import CallStateText
+
+__all__ = ["naming_timeouts", "of_operation"]
+
+_LARGER_DEFAULT = "Give init_rpc's options a larger rpc_timeout (0 for no limit)."
+_NOT_LATE: Final = (CallStateText.WAITING, CallStateText.UNKNOWN)  # states in which a larger timeout is no remedy
+
+
+def of_operation(
+    error: Exception, functions: Collection[str], operation: str, takes_timeout: bool = False
+) -> Exception:
+    """Return the error of an operation for that of its call: a timeout names the operation.
+
+    Args:
+        error: The error of the call.
+        functions: Names of the functions that the operation calls.
+        operation: Name of the operation, as its user calls it.
+        takes_timeout: Whether the operation has an argument `timeout`.
+    """
+    if not isinstance(error, RpcTimeout) or isinstance(error, RemoteError):
+        return error
+    function, _, worker = error.call.rpartition(" on ")
+    if function not in functions:
+        return error
+    remedy = "" if takes_timeout or error.state in _NOT_LATE else _LARGER_DEFAULT
+    named = RpcTimeout(error.timeout, f"{operation} on {worker}", error.state, remedy)
+    for note in getattr(error, "__notes__", ()):
+        named.add_note(note)
+    return named
+
+
+@contextmanager
+def naming_timeouts(functions: Collection[str], operation: str, takes_timeout: bool = False) -> Iterator[None]:
+    """Raise timeouts of calls as those of an operation; see `of_operation`."""
+    try:
+        yield
+    except RpcTimeout as error:
+        named = of_operation(error, functions, operation, takes_timeout)
+        if named is error:
+            raise
+        raise named from None
