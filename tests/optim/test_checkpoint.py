@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -182,6 +182,51 @@ def test_a_checkpoint_of_other_shapes_names_and_groups(tmp_path: Path) -> None:
         load_checkpoint({"net": other}, checkpoint_id=tmp_path)
     with pytest.raises(ValueError, match="needs a checkpoint_id"):
         load_checkpoint({})
+
+
+@pytest.mark.usefixtures("clean")
+def test_nothing_is_loaded_if_an_optimizer_cannot_be(tmp_path: Path) -> None:
+    run = Run(("w1", "w2"))
+    run.train(1)
+    dcp.save({**run.state, "values": {"x": torch.ones(2)}}, checkpoint_id=tmp_path)
+    again = Run(("w1", "w2"))
+    before, values = again.model.values(), {"x": torch.zeros(2)}
+    parameters = again.model.parameters()
+    few = DistributedOptimizer(optim.Adam, parameters[:1])
+    for name, optimizer, text in [
+        ("optimizer", few, "a different number of parameter groups"),
+        ("optimizer", optim.Adam(nn.Linear(4, 4).parameters()), "a different number of parameter groups"),
+        ("model", few, "the checkpoint has no state of an optimizer as 'model': it has '0"),
+    ]:
+        state = {"values": values, "count": 0, "model": again.state["model"], name: optimizer}
+        with pytest.raises(ValueError, match=text):
+            load_checkpoint(state, checkpoint_id=tmp_path)
+        assert values["x"].tolist() == [0, 0]
+        assert state["count"] == 0
+        assert all(torch.equal(a, b) for a, b in zip(again.model.values(), before, strict=True))
+
+
+class Ordered(nn.Linear):
+    """Module that notes when it is loaded."""
+
+    loaded: ClassVar[list[str]] = []
+
+    def __init__(self, name: str) -> None:
+        super().__init__(1, 1)
+        self.name = name
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.loaded.append(self.name)
+        return super().load_state_dict(*args, **kwargs)
+
+
+def test_targets_are_loaded_in_the_order_of_the_state(tmp_path: Path) -> None:
+    names = ["f", "b", "d", "a", "e", "c"]
+    state: dict[str, Any] = {name: Ordered(name) for name in names}
+    dcp.save(state, checkpoint_id=tmp_path)
+    Ordered.loaded.clear()
+    load_checkpoint(state, checkpoint_id=tmp_path)
+    assert Ordered.loaded == names
 
 
 def test_a_lost_owner_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from telegrad.optim.state import by_key
+from telegrad.optim.distributed import DistributedOptimizer
+from telegrad.optim.state import by_key, check_groups
 
 __all__ = ["load_checkpoint"]
 
@@ -29,6 +30,9 @@ def load_checkpoint(
     checkpoint was saved, and on another number of workers, as long as modules have the same names and optimizers have
     the same groups.
 
+    Names and the states of optimizers are checked before anything is loaded. Modules and optimizers are loaded in the
+    order of `state`, and then the other entries.
+
     Args:
         state: modules, optimizers and other entries by name, as for ``torch.distributed.checkpoint.load``; other
             entries are loaded by it. The checkpoint may have further names.
@@ -39,7 +43,8 @@ def load_checkpoint(
             of the group wait until all of them load.
 
     Raises:
-        ValueError: a name is not in the checkpoint, or an optimizer has other groups or parameters of other shapes.
+        ValueError: a name is not in the checkpoint, or is not of an optimizer there; or an optimizer has other groups or
+            parameters of other shapes.
             Modules without parameters and buffers have no entries, and need none.
         RuntimeError: the checkpoint has other entries or shapes than a module, or an owner is lost.
 
@@ -66,22 +71,46 @@ def load_checkpoint(
         raise ValueError(
             f"the checkpoint has no {_listed(missing)}: it has {_listed(names)}. Save and load under the same names."
         )
-    whole = {name for name, target in state.items() if isinstance(target, (Optimizer, nn.Module))}
-    entries = {key: _empty(saved[key]) for key, path in paths.items() if path[0] in whole}
+    whole = {name: target for name, target in state.items() if isinstance(target, (Optimizer, nn.Module))}
     others = {name: target for name, target in state.items() if name not in whole}
-    both = {**others, **entries}
     alone = {"no_dist": True} if no_dist else {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is a usual case
-        dcp.load(both, storage_reader=reader, process_group=process_group, **alone)  # type: ignore[attr-defined]
-    loaded = unflatten_state_dict({key: both[key] for key in entries}, paths)
-    state.update({name: both[name] for name in others})
-    for name in whole:
-        found = loaded.get(name, {})
-        if isinstance(state[name], Optimizer):  # an optimizer without state has no entries for it
-            keys = [key for group in found["param_groups"] for key in group["params"]]
-            found["state"] = by_key(found.get("state", {}), keys)
-        state[name].load_state_dict(found)
+
+    def load(into: dict[str, Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is a usual case
+            dcp.load(into, storage_reader=reader, process_group=process_group, **alone)  # type: ignore[attr-defined]
+
+    entries = {key: _empty(saved[key]) for key, path in paths.items() if path[0] in whole}
+    load(entries)
+    loaded = unflatten_state_dict(entries, paths)
+    states = {
+        name: _checked(name, target, loaded.get(name, {})) if isinstance(target, Optimizer) else loaded.get(name, {})
+        for name, target in whole.items()
+    }
+    for name, target in whole.items():
+        target.load_state_dict(states[name])
+    load(others)
+    state.update(others)
+
+
+def _checked(name: str, optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of an optimizer as it is loaded.
+
+    Raises:
+        ValueError: the optimizer cannot load it.
+    """
+    if "param_groups" not in found:
+        raise ValueError(
+            f"the checkpoint has no state of an optimizer as {name!r}: it has {_listed(map(str, found))}. Save and load"
+            " under the same names."
+        )
+    keys = [key for group in found["param_groups"] for key in group["params"]]
+    checked = {**found, "state": by_key(found.get("state", {}), keys)}  # without state there are no entries for it
+    if isinstance(optimizer, DistributedOptimizer):
+        optimizer._split_state(checked)
+    else:
+        check_groups(optimizer.param_groups, checked)
+    return checked
 
 
 def _required(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike[str]:

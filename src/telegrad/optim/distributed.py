@@ -323,17 +323,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             result = before(self, state_dict)
             state_dict = state_dict if result is None else result
-        worker = require_worker()
-        if owner is None:
-            check_groups(self.param_groups, state_dict)
-            parts = self._parts
-            theirs = {one: split(part, state_dict) for one, part in parts.items()}
-        else:
-            parts = self._part_on(owner)
-            check_groups([{"params": ids} for ids in self._ids_on(*parts.values())], state_dict)
-            theirs = {one: dict(state_dict) for one in parts}
-        for one, part in parts.items():
-            check_shapes(self.optimizer_class, part, theirs[one], worker.members.name_of(one), self._name_of)
+        parts = self._parts if owner is None else self._part_on(owner)
+        theirs = self._split_state(state_dict, None if owner is None else parts)
         requests = {one: Request(on_owner.load_state, (theirs[one],), part.rref) for one, part in parts.items()}
         try:
             replies = ask("DistributedOptimizer.load_state_dict", requests)
@@ -348,6 +339,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.param_groups[number].update(of_group)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _split_state(
+        self, state_dict: Mapping[str, Any], on: Mapping[int, Part] | None = None
+    ) -> dict[int, dict[str, Any]]:
+        """Return each owner's part of a state.
+
+        Args:
+            state_dict: the whole state, or that of one owner.
+            on: the part of this owner.
+
+        Raises:
+            ValueError: it has other groups, or parameters of other shapes.
+        """
+        if on is None:
+            check_groups(self.param_groups, state_dict)
+            theirs = {one: split(part, state_dict) for one, part in self._parts.items()}
+        else:
+            check_groups([{"params": ids} for ids in self._ids_on(*on.values())], state_dict)
+            theirs = {one: dict(state_dict) for one in on}
+        members = require_worker().members
+        for one, state in theirs.items():
+            check_shapes(self.optimizer_class, self._parts[one], state, members.name_of(one), self._name_of)
+        return theirs
 
     def _part_on(self, owner: str | int | WorkerInfo) -> dict[int, Part]:
         members = require_worker().members
