@@ -126,7 +126,7 @@ def test_a_loss_function_that_is_none(loss_fn: Any, text: str) -> None:
 def test_a_timeout_that_is_no_number() -> None:
     pipe, scaler = Pipeline(stages(["w1"]), F.mse_loss, micro_batches=2), torch.amp.GradScaler("cpu")
     x, target = batch(4)
-    with pytest.raises(TypeError, match="timeout has to be a number of seconds.*not 'x'"):
+    with pytest.raises(TypeError, match=r"timeout has to be a number of seconds.*not 'x'"):
         pipe.step(x, target=target, timeout="x", scaler=scaler)  # type: ignore[call-overload]
     assert pipe._number == 0
     assert scaler._scale is None

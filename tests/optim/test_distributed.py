@@ -202,7 +202,7 @@ def test_errors_of_all_owners_arrive() -> None:
 def test_errors_of_two_owners_are_one_group() -> None:
     of = layers("w1", "w2")
     optimizer = DistributedOptimizer(FailsHere, weights(of), lr=1.0)
-    with pytest.raises(ValueError, match=r"DistributedOptimizer.step failed on 2 workers: w1: KeyError.*; w2: ValueError") as caught:
+    with pytest.raises(ValueError, match=r"step failed on 2 workers: w1: KeyError.*; w2: ValueError") as caught:
         train_step(of, optimizer)
     assert isinstance(caught.value, KeyError)
     assert isinstance(caught.value, ExceptionGroup)
@@ -211,7 +211,7 @@ def test_errors_of_two_owners_are_one_group() -> None:
 
 @pytest.mark.usefixtures("w")
 def test_an_optimizer_that_cannot_be_created() -> None:
-    with pytest.raises(ValueError, match=r"DistributedOptimizer\(CannotBeMade\) failed on 2 workers(.|\n)*on w1(.|\n)*on w2"):
+    with pytest.raises(ValueError, match=r"\(CannotBeMade\) failed on 2 workers(.|\n)*on w1(.|\n)*on w2"):
         DistributedOptimizer(CannotBeMade, weights(layers("w1", "w2")))
     with pytest.raises(ValueError, match="no optimizer on w1"):
         DistributedOptimizer(CannotBeMade, weights(layers("w1")))

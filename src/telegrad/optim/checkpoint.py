@@ -43,9 +43,8 @@ def load_checkpoint(
             of the group wait until all of them load.
 
     Raises:
-        ValueError: a name is not in the checkpoint, or is not of an optimizer there; or an optimizer has other groups or
-            parameters of other shapes.
-            Modules without parameters and buffers have no entries, and need none.
+        ValueError: a name is not in the checkpoint, or is not of an optimizer there; or an optimizer has other groups
+            or parameters of other shapes. Modules without parameters and buffers have no entries, and need none.
         RuntimeError: the checkpoint has other entries or shapes than a module, or an owner is lost.
 
     Example::

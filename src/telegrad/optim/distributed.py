@@ -439,7 +439,7 @@ def _is_loss(error: Exception) -> bool:
 
 
 def _unusable_because(owners: Sequence[str], why: str) -> str:
-    """Return the error text of an optimizer whose owners may have a failed group."""
+    """Return the error text of an optimizer with owners that may have a failed group."""
     return (
         f"this optimizer can no longer be used: add_param_group failed, and removing the group again from worker"
         f" {', '.join(owners)} {why}. Create another optimizer of the same parameters, and load the last state."

@@ -12,8 +12,8 @@ __all__ = ["all_of"]
 def all_of(what: str, failures: Sequence[tuple[str, Exception]]) -> Exception:
     """Return one exception for all failures.
 
-    It is an `ExceptionGroup` of the given exceptions, and of all their types. An `OSError`, such as `RpcTimeout`, cannot
-    be combined with a group: instead of its type, the group has the bases that can, such as `TelegradError`.
+    It is an `ExceptionGroup` of the given exceptions, and of all their types. An `OSError`, such as `RpcTimeout`,
+    cannot be combined with a group: instead of its type, the group has the bases that can, such as `TelegradError`.
 
     Args:
         what: what failed, for the text.

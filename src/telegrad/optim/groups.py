@@ -143,7 +143,7 @@ def read_group(entry: object) -> RemoteGroup:
         raise TypeError(f'a parameter group is a dict with "params", not {entry!r}')
     params = entry["params"]
     if isinstance(params, (set, frozenset)):
-        raise TypeError('the "params" of a group are a set, whose order changes between runs: use a list instead')
+        raise TypeError('the "params" of a group are a set, which has no order: use a list instead')
     members = [params] if isinstance(params, RRef) else list(params)
     return {key: value for key, value in entry.items() if key != "params"}, *_split(members)
 

@@ -106,10 +106,11 @@ def check_distinct(specs: Sequence[StageSpec], modules: Sequence[RemoteModule]) 
     """
     numbers: dict[object, int] = {}
     for number, (spec, module) in enumerate(zip(specs, modules, strict=True)):
-        is_local = isinstance(spec, nn.Module) and not isinstance(spec, RemoteModule)
-        rref = module.module_rref  # a further reference for each local module
-        has_parameters = is_local and next(spec.parameters(), None) is not None
-        first = numbers.setdefault(id(spec) if has_parameters else (rref.owner_id, rref.id), number)
+        rref = module.module_rref
+        key: object = (rref.owner_id, rref.id)
+        if isinstance(spec, nn.Module) and spec is not module and next(spec.parameters(), None) is not None:
+            key = id(spec)  # each stage has a reference of its own to a local module
+        first = numbers.setdefault(key, number)
         if first != number:
             raise ValueError(
                 f"stages {first} and {number} of a pipeline are the same module: two stages share no parameters"

@@ -83,8 +83,8 @@ class Pipeline(StageModules):
         ValueError: there are no stages, or two are the same module; an unknown schedule or reduction; ``loss_fn`` has
             another reduction.
         TypeError: a stage is none of the above, or a `RemoteModule` with hooks or a forward of its own, which run on
-            this worker; a stage has an ``async def forward``; ``loss_fn`` is no function, or an ``async def``; the number of
-            micro-batches is no int.
+            this worker; a stage has an ``async def forward``; ``loss_fn`` is no function, or an ``async def``; the
+            number of micro-batches is no int.
         RuntimeError: a worker does not exist or is lost, or this process has not joined a group.
         errors of the modules' constructors.
 

@@ -1,4 +1,7 @@
-"""Timeouts of operations of the API that make calls of functions which their users do not know."""
+"""Errors of operations with internal calls that time out.
+
+The error of a call names its function, which the program does not know if an operation of the API makes the call.
+"""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -16,7 +19,9 @@ _NOT_LATE: Final = (CallStateText.WAITING, CallStateText.UNKNOWN)  # states in w
 def of_operation(
     error: Exception, functions: Collection[str], operation: str, takes_timeout: bool = False
 ) -> Exception:
-    """Return the error of an operation for that of its call: a timeout names the operation.
+    """Return the error of an operation for that of its call.
+
+    A timeout names the operation; any other error is unchanged.
 
     Args:
         error: The error of the call.
