@@ -339,16 +339,29 @@ def test_static_group_without_a_given_secret(four: list[Actor], file: str) -> No
     shut_down_all([group[0], group[2]])
 
 
-def test_shutdown_waits_for_a_rank_that_comes_back(four: list[Actor], file: str) -> None:
+def leave_at_once() -> None:
+    rpc.shutdown(graceful=False)
+
+
+def absent() -> tuple[int, ...]:
+    """Return the ranks that the shutdown of this worker, its leader, waits for."""
+    return rpc.api._get_current_rpc_agent().worker.shutdown._stages[0]._machine.missing()
+
+
+@pytest.mark.parametrize("goodbye", [False, True], ids=["killed", "after a goodbye"])
+def test_shutdown_waits_for_a_rank_that_comes_back(four: list[Actor], file: str, goodbye: bool) -> None:
     """A server that waits in its shutdown serves the new process."""
     server, old, trainer, new = four
     join_all([server, old, trainer], file)
     assert old.do(call_many, "w0", 2) == 2
     ending = server.begin(leave)
+    if goodbye:
+        old.do(leave_at_once)
     old.end()
     assert new.do(join_static, "w1", 1, 3, file) < SOON
     assert new.do(process_of, "w0") == server.process.pid
     last = trainer.begin(leave)
+    eventually(lambda: new.do(call, "w0", absent) == (1,), timeout=TIMEOUT)
     assert new.do(call_many, "w0", 2) == 2
     assert not ending.is_over
     new.do(leave)

@@ -1,6 +1,6 @@
 """Model of shutdowns on links that break between living workers.
 
-It has calls with replies, and the counters of the worker.
+It has calls with replies, and the counters of the worker. Processes die or leave with a goodbye, and others come back.
 """
 
 import random
@@ -9,7 +9,7 @@ from typing import Any
 
 from sessions import Sessions
 
-from telegrad.protocols.shutdown import Count, Counters, Done, Drain, GaveUp, Pause, Send
+from telegrad.protocols.shutdown import Count, Counters, Done, Drain, Finished, GaveUp, Pause, Send
 
 TASTES = ("deliver", "reply", "call", "arrive", "notice", "join", "leave")
 
@@ -38,8 +38,10 @@ class World:
         self.paused: set[int] = set()
         self.numbers = 0
         self.kills, self.cuts, self.splits = (rng.choice((0, 0, 1, 2)) for _ in range(3))
+        self.returns = rng.choice((0, 1, 2))
         self.faulty = False
-        self.departed: set[int] = set()
+        self.goodbyes: set[tuple[int, int, int]] = set()  # (worker, peer, session) that ends with a goodbye of the peer
+        self.told: set[int] = set()  # workers that another one told of the end
 
     def actions(self) -> list[tuple[Any, ...]]:
         live, sessions = self.drains, self.sessions
@@ -59,7 +61,9 @@ class World:
         if self.cuts:
             found += [("cut", *pair) for pair in self.sessions.intact_links()]
         if self.kills and len(self.drains) > 1:
-            found += [("kill", w) for w in self.drains]
+            found += [(verb, w) for w in self.drains for verb in ("kill", "quit")]
+        if self.returns and any(drain.over is None for drain in self.drains.values()):
+            found += [("come_back", w) for w in range(self.size) if w not in self.drains]
         if self.splits and not self.sessions.away:
             found += [("split", w) for w in self.drains]
         return found
@@ -75,6 +79,8 @@ class World:
         elif kind == "reply":
             self.calls.pop(body, None)
         else:
+            if isinstance(body, Finished):
+                self.told.add(dst)
             self.carry_out(dst, self.drains[dst].handle(src, body))
 
     def call(self, w: int) -> None:
@@ -105,13 +111,14 @@ class World:
         self.carry_out(w, self.drains[w].resume())
 
     def notice(self, me: int, peer: int) -> None:
+        orderly = (me, peer, self.sessions.known[me][peer]) in self.goodbyes
         self.sessions.notice(me, peer)
         self.drop_packets()
         for number, ends in list(self.calls.items()):
             if ends == (me, peer):
                 del self.calls[number]
         self.handlers = [(w, n) for w, n in self.handlers if w != me or self.calls.get(n, (peer,))[0] != peer]
-        self.carry_out(me, self.drains[me].peer_gone(peer, orderly=peer in self.departed))
+        self.carry_out(me, self.drains[me].peer_gone(peer, orderly))
 
     def join(self, me: int, peer: int) -> None:
         self.sessions.join(me, peer)
@@ -129,8 +136,26 @@ class World:
         self.sessions.partition({w})
 
     def leave(self, w: int) -> None:
-        self.departed.add(w)
+        for peer in self.drains:
+            self.goodbyes.add((peer, w, self.sessions.known[peer][w]))
         self.end(w)
+
+    def quit(self, w: int) -> None:
+        """End a process with a goodbye before its shutdown is over."""
+        self.kills -= 1
+        self.leave(w)
+
+    def come_back(self, w: int) -> None:
+        """Start a new process of a worker; to it, those that it does not reach are lost."""
+        self.returns -= 1
+        self.sessions.restart(w)
+        self.drains[w] = drain = Drain(w, range(self.size))
+        self.work[w] = self.rng.randint(0, 3)
+        self.received[w] = 0
+        self.told.discard(w)
+        for peer in range(self.size):
+            if peer != w and self.sessions.is_lost(w, peer):
+                self.carry_out(w, drain.peer_gone(peer))
 
     def kill(self, w: int) -> None:
         self.kills -= 1
@@ -167,8 +192,14 @@ class World:
                 self.paused.add(w)
             elif isinstance(effect, Done) and not self.faulty and (self.calls or self.handlers):
                 raise Broken(f"S1: worker {w} is done, calls are in progress: {self.calls} {self.handlers}")
+            elif isinstance(effect, Done) and w not in self.told and (absent := self.absent(w)):
+                raise Broken(f"S3: worker {w} ends the shutdown without {absent}, which it is connected to")
             elif isinstance(effect, GaveUp):
                 raise Broken(f"worker {w} gave up without a deadline")
+
+    def absent(self, w: int) -> list[int]:
+        """Return the workers in a session with `w` that have not begun to shut down."""
+        return [peer for peer, drain in self.drains.items() if self.sessions.talks(w, peer) and not drain.arrived]
 
     def settled(self) -> None:
         for w, drain in self.drains.items():

@@ -214,11 +214,12 @@ class Drain:
         return self._check_round() if self._running else self._advance()
 
     def peer_back(self, worker: int) -> list[Effect]:
-        """Wait for `worker` again: it was lost, and its process or a new one takes part."""
-        if worker not in self.lost or self.over is not None:
+        """Wait for `worker` again: it was lost or left, and its process or a new one takes part."""
+        gone = self.lost if worker in self.lost else self.left
+        if worker not in gone or self.over is not None:
             return []
         led = self.leader == self.me
-        self.lost.remove(worker)
+        gone.remove(worker)
         self.live.add(worker)
         self._reports.pop(worker, None)
         self._before = None
