@@ -161,6 +161,16 @@ def test_log_and_counters_of_a_group(where: str, prefix: str) -> None:
     end()
 
 
+def test_a_value_of_nearly_the_largest_request_is_replaced(where: str) -> None:
+    """A request with both values would be larger than etcd allows, which is 1.5 MiB."""
+    group: GroupStore = group_store_of(store_at(where))
+    first, second, third = (letter * 1_000_000 for letter in "abc")
+    assert group.compare_set("key", None, first) == first
+    assert group.compare_set("key", second, third) == first
+    assert group.compare_set("key", first, second) == second
+    assert group.get("key") == second
+
+
 def test_leases_end_without_renewals(where: str) -> None:
     group: GroupStore = group_store_of(store_at(where))
     assert group.compare_set("lease/0", None, "1", 1.0) == "1"

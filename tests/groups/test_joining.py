@@ -388,6 +388,31 @@ def test_a_checkpoint_does_not_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert log_of(group.store).view.members.keys() == {0}
 
 
+@pytest.mark.parametrize("key", ["checkpoint", "deleted"])
+def test_a_join_succeeds_although_the_store_fails_after_its_entry(
+    key: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("telegrad.group.log._INTERVAL", 2)
+    with cluster(1, dynamic=True) as group:
+        log = log_of(group.store, group[0])
+        get, entries = log.store.get, []
+
+        def fail_after_entry(found: str) -> str | None:
+            if found == key:
+                raise RuntimeError("request is too large")
+            return get(found)
+
+        monkeypatch.setattr(log.store, "get", fail_after_entry)
+        for number in range(4):
+            written, _ = log.append(Leave(100 + number, 1))
+            entries.append(written)
+        assert entries == [True] * 4
+        assert log.view.epoch == 5
+        assert log_of(group.store).view.epoch == 5
+    is_logged = "the checkpoint of epoch 4 of the group was not written: request is too large" in caplog.text
+    assert is_logged == (key == "checkpoint")
+
+
 def test_a_deletion_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that reads up to the gap is not up to date."""
     monkeypatch.setattr("telegrad.group.log._INTERVAL", 4)

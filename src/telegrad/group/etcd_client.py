@@ -31,6 +31,7 @@ EtcdGone: type[RuntimeError] = dist.DistNetworkError
 _REQUEST_TIMEOUT = 2.0  # s for one endpoint to reply; etcd elects a leader within about 1 s
 _PAUSE = 0.1  # s between two rounds over all endpoints
 _MAX_READS = 100  # of a request; etcd allows 128 by default
+_LONG = 4096  # characters of a value that is compared by its revision: etcd limits the size of a request
 _WATCH_TIMEOUT = 600.0  # s until an idle watch begins again
 
 
@@ -138,8 +139,12 @@ class EtcdClient:
 
     def get(self, key: str) -> str | None:
         """Return the value of a key, or None."""
+        return self._get_with_revision(key)[0]
+
+    def _get_with_revision(self, key: str) -> tuple[str | None, str | None]:
+        """Return the value of a key and the revision that has written it, or None."""
         found = self.request("kv/range", {"key": b64(key)}).get("kvs")
-        return text(found[0].get("value", "")) if found else None
+        return (text(found[0].get("value", "")), str(found[0]["mod_revision"])) if found else (None, None)
 
     def ranges(self, ranges: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
         """Return keys and values of ranges, each in the order of its keys.
@@ -173,7 +178,14 @@ class EtcdClient:
             may an earlier request of this one whose reply is lost.
         """
         condition: dict[str, object] = {"key": b64(key), "result": "EQUAL"}
-        if expected is None:
+        revision = None
+        if expected is not None and len(expected) > _LONG:
+            found, revision = self._get_with_revision(key)
+            if found != expected:
+                return False, found
+        if revision is not None:
+            condition |= {"target": "MOD", "mod_revision": revision}
+        elif expected is None:
             condition |= {"target": "CREATE", "create_revision": "0"}
         else:
             condition |= {"target": "VALUE", "value": b64(expected)}
@@ -183,8 +195,8 @@ class EtcdClient:
         )
         if done.get("succeeded"):
             return True, desired
-        found = done["responses"][0]["response_range"].get("kvs")
-        return False, text(found[0].get("value", "")) if found else None
+        kvs = done["responses"][0]["response_range"].get("kvs")
+        return False, text(kvs[0].get("value", "")) if kvs else None
 
     def add(self, key: str, number: int) -> int:
         """Add to a counter. If a reply is lost, the counter may skip a value."""

@@ -112,12 +112,26 @@ class GroupLog:
             if found != mine:
                 self._apply(found, strict=False)
                 return False, self._news()
-            if self._epoch_of(_DELETED, self.store.get(_DELETED)) >= epoch:
+            if self._deleted_after_append(epoch) >= epoch:
                 raise FellBehind
             self._untold += self.view.apply(change)
             if epoch % _INTERVAL == 0:
-                self._write_checkpoint(epoch)
+                try:
+                    self._write_checkpoint(epoch)
+                except RuntimeError as e:  # the entry is in the log all the same
+                    logger.warning("the checkpoint of epoch %d of the group was not written: %s", epoch, e)
             return True, self._news()
+
+    def _deleted_after_append(self, epoch: int) -> int:
+        """Return the last epoch whose entry is deleted; 0 if the store does not reply.
+
+        The entry is in the log then, and the next read of the log notices if the worker has fallen behind.
+        """
+        try:
+            return self._epoch_of(_DELETED, self.store.get(_DELETED))
+        except RuntimeError as e:
+            logger.debug("the last deleted entry was not read after the entry of epoch %d: %s", epoch, e)
+            return 0
 
     def _write_checkpoint(self, epoch: int) -> None:
         """Write a checkpoint, and delete the entries that are too old."""
