@@ -2,13 +2,15 @@
 
 import gc
 import itertools
+import json
 import logging
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from test_membership_processes import join, join_static, leave, names, process_o
 
 from telegrad import waits
 from telegrad.group import etcd_store, stores
-from telegrad.group.etcd_client import EtcdClient, EtcdGone
+from telegrad.group.etcd_client import EtcdClient, EtcdGone, EtcdRefused
 from telegrad.group.etcd_store import EtcdStore, endpoints_of
 from telegrad.group.group_store import GroupStore, group_store_of
 from telegrad.group.store_waits import Part
@@ -221,6 +223,85 @@ def test_etcd_that_does_not_reply() -> None:
     port = free_port()
     with pytest.raises(EtcdGone, match=rf"etcd at 127.0.0.1:{port} did not reply within 0.2 s: .*refused"):
         Worker("w", options=Options(init_method=f"etcd://127.0.0.1:{port}/group", rpc_timeout=0.2))
+
+
+class _Replies(BaseHTTPRequestHandler):
+    """Gateway that replies with the statuses and texts of `replies`, then no more."""
+
+    replies: list[tuple[int, str]]
+    ended: threading.Event
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if not self.replies:
+            self.ended.wait(TIMEOUT)
+            return
+        status, text = self.replies.pop(0)
+        content = json.dumps({"error": text}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def gateway(*replies: tuple[int, str]) -> Iterator[int]:
+    """Run a gateway with some replies; yield its port."""
+    ended = threading.Event()
+    kind = type("Gateway", (_Replies,), {"replies": list(replies), "ended": ended})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    threading.Thread(target=server.serve_forever).start()
+    try:
+        yield server.server_address[1]
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_refusal_is_raised_at_once() -> None:
+    with gateway((400, "etcdserver: request is too large"), (200, "")) as port:
+        client = EtcdClient([("127.0.0.1", port)], TIMEOUT)
+        with pytest.raises(EtcdRefused, match=r"refused a request \(kv/put\) with 400: .* request is too large"):
+            client.put("key", "value")
+        client.put("key", "value")
+        client.close()
+
+
+def test_etcd_that_is_busy_is_asked_again() -> None:
+    with gateway((429, "too many requests"), (503, "no leader"), (408, "timed out"), (200, "")) as port:
+        client = EtcdClient([("127.0.0.1", port)], TIMEOUT)
+        client.put("key", "value")
+        client.close()
+
+
+def test_the_last_attempt_does_not_hide_the_reason() -> None:
+    """No time is left for a reply to the second attempt."""
+    with gateway((503, "no leader")) as port:
+        client = EtcdClient([("127.0.0.1", port)], 0.3)
+        with pytest.raises(EtcdGone, match="etcd replied 503: no leader"):
+            client.put("key", "value")
+        client.close()
+
+
+def test_a_lease_that_expires_after_its_renewal(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_at(where)
+    group: GroupStore = group_store_of(store)
+    assert group.compare_set("lease/0", None, "1", 60.0) == "1"
+    keep_alive = store.client.keep_alive
+
+    def renew_and_expire(lease: str) -> bool:
+        renewed = keep_alive(lease)
+        store.client.request("lease/revoke", {"ID": lease})
+        return renewed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.client, "keep_alive", renew_and_expire)
+        assert group.compare_set("lease/0", None, "2", 60.0) == "2"
+    assert group.compare_set("lease/0", "2", "3", 60.0) == "3"
 
 
 @pytest.mark.filterwarnings("error")

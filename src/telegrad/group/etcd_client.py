@@ -21,13 +21,19 @@ import torch.distributed as dist
 
 from telegrad.waits import Wait
 
-__all__ = ["EtcdClient", "EtcdGone", "b64", "text"]
+__all__ = ["EtcdClient", "EtcdGone", "EtcdRefused", "b64", "text"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
 EtcdGone: type[RuntimeError] = dist.DistNetworkError
 """Error of an operation after no endpoint replied in time."""
 
+
+class EtcdRefused(RuntimeError):
+    """Etcd has refused a request, and would refuse it again."""
+
+
+_TRANSIENT = (408, 429, 499)  # HTTP statuses of refusals that may not be repeated: timeout, overload, canceled
 _REQUEST_TIMEOUT = 2.0  # s for one endpoint to reply; etcd elects a leader within about 1 s
 _PAUSE = 0.1  # s between two rounds over all endpoints
 _MAX_READS = 100  # of a request; etcd allows 128 by default
@@ -73,6 +79,7 @@ class EtcdClient:
 
         Raises:
             EtcdGone: No endpoint has replied within the timeout.
+            EtcdRefused: Etcd has refused the request.
         """
         return self._request(path, body, self.timeout)
 
@@ -84,6 +91,7 @@ class EtcdClient:
 
         Raises:
             EtcdGone: No endpoint has replied in time.
+            EtcdRefused: Etcd has refused a read.
         """
         while True:
             try:
@@ -103,13 +111,16 @@ class EtcdClient:
 
     def _request(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
         until = time.monotonic() + timeout
+        failure = ""
         with self._lock:
             while True:
                 for _ in self.endpoints:
+                    limit = min(_REQUEST_TIMEOUT, max(until - time.monotonic(), 0.05))
                     try:
-                        return self._send(path, body, min(_REQUEST_TIMEOUT, max(until - time.monotonic(), 0.05)))
+                        return self._send(path, body, limit)
                     except (OSError, http.client.HTTPException, ValueError) as e:
-                        self._failure = str(e) or type(e).__name__
+                        if not (failure and isinstance(e, TimeoutError) and limit < _REQUEST_TIMEOUT):
+                            self._failure = failure = str(e) or type(e).__name__
                         _close_all(self._open)
                         self._at = (self._at + 1) % len(self.endpoints)
                 if time.monotonic() >= until:
@@ -126,7 +137,10 @@ class EtcdClient:
         response = connection.getresponse()
         content = response.read()
         if response.status != http.HTTPStatus.OK:
-            raise OSError(f"etcd replied {response.status}: {_reason(content)}")
+            said = f"{response.status}: {_reason(content)}"
+            if 400 <= response.status < 500 and response.status not in _TRANSIENT:
+                raise EtcdRefused(f"etcd at {self.place} refused a request ({path}) with {said}")
+            raise OSError(f"etcd replied {said}")
         found: dict[str, Any] = json.loads(content)
         return found
 

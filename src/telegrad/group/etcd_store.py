@@ -15,7 +15,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 
 from telegrad.group.addresses import is_loopback
-from telegrad.group.etcd_client import EtcdClient
+from telegrad.group.etcd_client import EtcdClient, EtcdRefused
 from telegrad.group.group_store import log_key
 from telegrad.group.store_waits import Store
 from telegrad.waits import Wait
@@ -29,6 +29,7 @@ __all__ = ["EtcdGroupStore", "EtcdStore", "endpoints_of"]
 
 _DEFAULT_PORT = 2379
 _TIMEOUT = 10.0  # s for one operation; etcd elects a leader within a few
+_NO_LEASE = "requested lease not found"  # text of etcd
 _MIN_PAUSE, _MAX_PAUSE = 0.005, 0.1  # s between two checks for keys
 
 
@@ -157,7 +158,14 @@ class EtcdGroupStore:
         return self._client.add(self._prefix + key, number)
 
     def compare_set(self, key: str, expected: str | None, desired: str, lifetime: float = 0) -> str | None:
-        return self._client.compare_set(self._prefix + key, expected, desired, self._lease(key, lifetime))[1]
+        at = self._prefix + key
+        try:
+            return self._client.compare_set(at, expected, desired, self._lease(key, lifetime))[1]
+        except EtcdRefused as e:
+            if not lifetime or _NO_LEASE not in str(e):
+                raise
+        del self._leases[key]  # it has expired since it was renewed
+        return self._client.compare_set(at, expected, desired, self._lease(key, lifetime))[1]
 
     def _lease(self, key: str, lifetime: float) -> str:
         """Return the lease of etcd for a key, renewed; "0" for none."""
