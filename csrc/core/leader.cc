@@ -50,10 +50,12 @@ Leader::Leader(EngineParts& parts)
 
 void Leader::add_fd(int fd, std::uint64_t token) {
   epoll_event event{.events = EPOLLIN, .data = {.u64 = token}};
-  epoll_ctl(links_epoll_.get(), EPOLL_CTL_ADD, fd, &event);
+  if (epoll_ctl(links_epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0) watched_.fetch_add(1, std::memory_order_relaxed);
 }
 
-void Leader::remove_fd(int fd) { epoll_ctl(links_epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
+void Leader::remove_fd(int fd) {
+  if (epoll_ctl(links_epoll_.get(), EPOLL_CTL_DEL, fd, nullptr) == 0) watched_.fetch_sub(1, std::memory_order_relaxed);
+}
 
 void Leader::set_writable(int fd, std::uint64_t token, bool on) {
   epoll_event event{.events = on ? std::uint32_t{EPOLLIN} | std::uint32_t{EPOLLOUT} : std::uint32_t{EPOLLIN},

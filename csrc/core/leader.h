@@ -135,6 +135,7 @@ class Leader {
   bool poll_fds(int timeout_ms) EXCLUDES(engine_mutex);
   bool poll_memory();
   bool read_from(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  void count_read(int events, int most);
   void on_message(const ConnectionPtr& c, Incoming&& m) EXCLUDES(engine_mutex);
   void answer_ping(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   void enable_busy_poll(const ConnectionPtr& c);
@@ -167,6 +168,8 @@ class Leader {
   std::uint32_t memory_polls_ = 0;
   std::uint64_t arrivals_ = 0;
   std::atomic<std::uint64_t> received_messages_ = 0;
+  int events_since_read_ = 0;     // of polls that may have left out links
+  std::atomic<int> watched_ = 2;  // descriptors in links_epoll_; at first the interrupt and the callback
   std::atomic<std::uint64_t> reads_ = 0;
 };
 

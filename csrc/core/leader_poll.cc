@@ -172,8 +172,17 @@ bool Leader::poll_fds(int timeout_ms) {
       if (read_from(c)) last_active_ = c;
     }
   }
-  if (n < kEvents) reads_.fetch_add(1, std::memory_order_relaxed);
+  count_read(n, kEvents);
   return received || n > 0;
+}
+
+/// Counts a poll that returned at most `most` events. The system serves ready descriptors in turn, so as many events as
+/// there are descriptors include one of each that was ready.
+void Leader::count_read(int events, int most) {
+  events_since_read_ += std::max(events, 0);
+  if (events == most && events_since_read_ < watched_.load(std::memory_order_relaxed)) return;
+  events_since_read_ = 0;
+  reads_.fetch_add(1, std::memory_order_relaxed);
 }
 
 /// Reads one link; returns whether it had data.

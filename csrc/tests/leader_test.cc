@@ -1,8 +1,11 @@
 // Waits of callers: what ends one, and which thread is the leader afterwards.
 #include "core/leader.h"
 
+#include <sys/eventfd.h>
+
 #include <atomic>
 #include <thread>
+#include <vector>
 
 #include "core/engine_parts.h"
 #include "tests/check.h"
@@ -27,6 +30,20 @@ CASE(a_wait_ends_at_its_deadline_and_resigns) {
   CHECK(parts.leader.wait_for_progress(w, kNothing, until, {}) == WaitEnd::kDeadline);
   CHECK(now() >= until);
   CHECK(!parts.leader.exists());
+}
+
+/// More descriptors are always readable than one poll returns.
+CASE(all_links_are_read_in_turn) {
+  EngineParts parts{Settings{}};
+  std::vector<UniqueFd> readable;
+  for (std::uint64_t i = 0; i < 100; ++i) {
+    readable.emplace_back(::eventfd(1, EFD_CLOEXEC));
+    parts.leader.add_fd(readable.back().get(), 1000 + i);  // no connection has this token
+  }
+  Waiter w;
+  const auto done = [&] { return parts.leader.reads() >= 3; };
+  CHECK(parts.leader.wait_for_progress(w, done, now() + 5 * kSecond, {}) == WaitEnd::kDone);
+  for (const UniqueFd& fd : readable) parts.leader.remove_fd(fd.get());
 }
 
 CASE(a_stopped_engine_ends_a_wait) {
