@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_helpers import actors, call_many
+from process_helpers import TIMEOUT, actors, call_many
+from test_membership_processes import assert_reached, join_all, join_static, leave_at_once, shut_down_all
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from telegrad.errors import TelegradError
@@ -179,6 +180,22 @@ def test_a_lease_whose_acquisition_had_no_reply_is_released() -> None:
     assert read_lease(store, ID, GROUP) == released_value(5, "w")
 
 
+@pytest.mark.parametrize("ended", [4, 5])
+def test_a_lease_of_an_incarnation_that_has_ended(ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reports that the process runs, the log that the worker has left."""
+    monkeypatch.setattr("telegrad.group.lease.fate_of", lambda _: "running")
+    store = Lossy()
+    acquired(store)
+    monkeypatch.setattr("telegrad.group.lease.own_process", lambda: "another")
+    lease = Lease(store, GROUP, ID, "w", 6, Timing(1000.0), 0, ended)
+    if ended < 5:
+        with pytest.raises(Taken, match="w is alive"):
+            lease.acquire(Wait("w", 1.0), lambda: "w")
+    else:
+        lease.acquire(Wait("w", 1.0), lambda: "w")
+        assert holder_of(read_lease(store, ID, GROUP)) == 6
+
+
 @pytest.mark.openssl
 @written_by_others
 def test_a_forged_lease_removes_no_member(forged: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +242,34 @@ def test_the_host_of_the_store_holds_the_gil(tmp_path: Path) -> None:
             group[1].do(hold_the_gil, 1.0)  # for some renewals of the others
         assert [actor.do(fenced) for actor in group] == ["", "", ""]
         assert all("out of its group" not in actor.stderr() for actor in group)
+
+
+def fail_to_release() -> None:
+    def release(_: Lease) -> None:
+        raise RuntimeError("the store is silent")
+
+    Lease.release = release  # type: ignore[method-assign]
+
+
+def ranks() -> list[int]:
+    service = current_worker().membership  # type: ignore[union-attr]
+    assert service is not None
+    return sorted(service.log.view.members)
+
+
+def test_a_rank_whose_lease_was_not_released_is_free_once_it_expires(tmp_path: Path) -> None:
+    """Its process has said goodbye, and goes on."""
+    file = f"file://{tmp_path}/meeting"
+    with actors(3, tmp_path, method="none") as (first, old, new):
+        join_all([first, old], file)
+        assert old.do(call_many, "w0", 2) == 2
+        old.do(fail_to_release)
+        old.do(leave_at_once)
+        assert "worker w1 could not release its lease" in old.stderr()
+        eventually(lambda: first.do(ranks) == [0], timeout=TIMEOUT)
+        new.do(join_static, "w1", 1, 2, file)
+        assert_reached(new, "w1", first)
+        shut_down_all([first, new])
 
 
 def test_a_suspect_is_checked_again_after_an_error_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

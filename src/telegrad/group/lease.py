@@ -91,6 +91,7 @@ class Lease:
         incarnation: Incarnation of the worker.
         timing: Times of the leases of the group.
         least: Incarnation of the member with this id: values of earlier ones do not count.
+        ended: Last incarnation of this name that has ended according to the log, although its process may go on.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Lease:
         incarnation: int,
         timing: Timing,
         least: int = 0,
+        ended: int = 0,
     ) -> None:
         self._store = store
         self._group = group
@@ -110,6 +112,7 @@ class Lease:
         self._name = name
         self._incarnation = incarnation
         self._least = least
+        self._ended = ended
         self._timing = timing
         self._process = own_process()
         self._count = 0
@@ -163,6 +166,8 @@ class Lease:
         return process != self._process and fate_of(process) == RUNNING
 
     def _holder_has_ended(self, watch: Watch) -> bool:
+        if name_of(watch.value) == self._name and holder_of(watch.value) <= self._ended:
+            return True
         return watch.has_expired(time.monotonic()) or fate_of(process_of(watch.value)) == GONE
 
     def renew(self) -> bool:

@@ -86,7 +86,9 @@ class _Newcomer(NamedTuple):
         """
         log, name, key = self.log, self.name, f"rank/{number}"
         seat = log.view.members.get(number)
-        lease = _lease(log, number, name, self.incarnation, self.timing, 0 if seat is None else seat.incarnation)
+        least = 0 if seat is None else seat.incarnation
+        ended = 0 if log.view.by_name(name) is not None else log.view.latest.get(name, 0)
+        lease = _lease(log, number, name, self.incarnation, self.timing, least, ended)
         try:
             lease.acquire(self.wait, lambda: f"worker {log.store.get(key) or name} (rank {number})")
             owner = None
@@ -111,9 +113,11 @@ class _Newcomer(NamedTuple):
         return Reservation(WorkerInfo(name, number), self.incarnation, lease, self.timing)
 
 
-def _lease(log: GroupLog, number: int, name: str, incarnation: int, timing: Timing, least: int) -> Lease:
+def _lease(
+    log: GroupLog, number: int, name: str, incarnation: int, timing: Timing, least: int, ended: int = 0
+) -> Lease:
     assert log.group is not None
-    return Lease(log.store, log.group, number, name, incarnation, timing, least)
+    return Lease(log.store, log.group, number, name, incarnation, timing, least, ended)
 
 
 def require_end(log: GroupLog, namesake: Seat, number: int, timing: Timing, wait: Wait) -> None:

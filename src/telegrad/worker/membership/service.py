@@ -99,6 +99,7 @@ class MembershipService:
         self._has_left = False
         self._suspects: deque[tuple[int, int, str, bool]] = deque()
         self._checked: dict[tuple[int, int], str] = {}  # suspects with observed leases, and what raised suspicion
+        self._goodbyes: set[tuple[int, int]] = set()  # members of a static group that have said goodbye
         self._watches: dict[tuple[int, int], Watch] = {}  # by id and incarnation
         self._observation: float = 0.0  # when the next observation is due
         self._dialed: dict[tuple[int, int], float] = {}  # members with an expired lease, and since when they are dialed
@@ -278,7 +279,8 @@ class MembershipService:
             try:
                 self._lease.release()
             except RuntimeError as e:
-                logger.debug("worker %s could not release its lease: %s", self._worker.info.name, e)
+                level = logging.DEBUG if type(e) is StoreGone and not self.log.store.recovers else logging.WARNING
+                logger.log(level, "worker %s could not release its lease: %s", self._worker.info.name, e)
 
     def _read_log(self, keys: Sequence[str] = ()) -> list[str | None]:
         """Apply new entries of the log, and return later values of keys of the store."""
@@ -330,14 +332,13 @@ class MembershipService:
         """Check a member after the end of its connections."""
         if not self.log.view.has(peer, incarnation):
             return
-        if departed and self._worker.static:
-            # Usually the whole group ends, perhaps with its store. If not, an observer of the lease writes the entry.
-            return
-        if departed:
+        if departed and not self._worker.static:
             self._end(Leave(peer, incarnation))
-        elif fate_of(self._record(peer).process, has_closed=True) == GONE:
+        elif not departed and fate_of(self._record(peer).process, has_closed=True) == GONE:
             self._end(Lose(peer, incarnation, f"its process is gone ({why})"))
         else:
+            if departed:  # usually the whole group ends, perhaps with its store; if not, an observer writes the entry
+                self._goodbyes.add((peer, incarnation))
             self._checked[peer, incarnation] = why
 
     def _to_observe(self) -> list[tuple[int, int]]:
@@ -353,6 +354,7 @@ class MembershipService:
         view, now = self.log.view, time.monotonic()
         self._observation = now + self.timing.observation - self.timing.renewal / 2  # with the nearest renewal
         self._checked = {key: why for key, why in self._checked.items() if view.has(*key)}
+        self._goodbyes = {key for key in self._goodbyes if view.has(*key)}
         self._watches = {key: watch for key, watch in self._watches.items() if key in observed}
         self._dialed = {key: since for key, since in self._dialed.items() if key in observed}
         for key, text in observed.items():
@@ -365,7 +367,7 @@ class MembershipService:
             watch.observe(now, value)
             if not watch.has_expired(now):
                 continue
-            if watch.released:
+            if watch.released or key in self._goodbyes:  # even if its process goes on: it could not release the lease
                 self._end(Leave(*key))
             elif not self._is_known_to_live(key, now - watch.changed):
                 why = self._checked.get(key, "")
