@@ -56,8 +56,10 @@ SendResult Sender::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Transm
         transmission.pending_send = m->pending_send = std::make_shared<PendingSend>();
       }
       const bool wait_for_connection = !id || !pending || call->wait_for_connection;
-      const Nanos until = wait_for_connection ? kNever : deadline_after(now(), parts_.settings.connect_timeout);
-      p.pending.add({.message = std::move(m), .until = until});
+      const Nanos until = transmission.until    ? *transmission.until
+                          : wait_for_connection ? kNever
+                                                : deadline_after(now(), parts_.settings.connect_timeout);
+      p.pending.add({.message = std::move(m), .until = until, .expired = transmission.expired});
       parts_.peers.arm_timer(until);
       if (const std::string why = parts_.overload.pending_reason(p); !why.empty()) {
         parts_.peers.give_up(p, why, released);
@@ -271,23 +273,27 @@ bool Sender::wait_for_pending_send(std::int32_t peer, Transmission& p, Nanos dea
   auto may_proceed = [&] { return moved() || p.pending_send->expired; };
   const WaitEnd end = parts_.leader.wait_for_progress(w, may_proceed, deadline, interrupted);
   std::unique_ptr<Outgoing> m;
+  Transmission again;
   {
     Lock lock(parts_.mutex);
     Peer* const found = parts_.peers.find(peer);
     if (found && (end != WaitEnd::kDone || p.pending_send->expired)) {
       auto taken = found->pending.take_if([&](auto& o) { return o.message->pending_send == p.pending_send; });
-      if (!taken.empty()) m = std::move(taken.front().message);
+      if (!taken.empty()) {
+        m = std::move(taken.front().message);
+        again.until = taken.front().until;
+        again.expired = taken.front().expired;
+      }
     }
   }
   if (m) {
     const std::unique_ptr<KeepAlive> copied_owner = copy_payload(*m);
     m->admitted = false;  // it was only because a thread waited for it
-    Transmission again;
     route(peer, m, again);
     return false;
   }
-  Waiter again;
-  parts_.leader.wait_for_progress(again, moved, kNever, {});  // it may be moving into the queue of a new connection
+  Waiter moving;
+  parts_.leader.wait_for_progress(moving, moved, kNever, {});  // it may be moving into the queue of a new connection
   Lock lock(parts_.mutex);
   p.connection = p.pending_send->connection;
   p.queue = p.pending_send->queue;

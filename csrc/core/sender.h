@@ -20,6 +20,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/thread_safety.h"
@@ -44,6 +45,9 @@ struct Transmission {
   bool copy = false;          // copy unsent bytes; else a message that waits for a connection gets a `pending_send`
   bool may_coalesce = false;  // it may be part of a burst, and may be coalesced
   const std::function<void()>* before_blocking = nullptr;
+  // Limits of a message that has waited for a connection before: see `PendingMessage`.
+  std::optional<Nanos> until;
+  bool expired = false;
   ConnectionPtr connection;
   SendQueue* queue = nullptr;  // of the connection: the message is in it
   std::uint64_t ticket = 0;

@@ -142,6 +142,24 @@ CASE(a_peer_that_never_answers_is_lost) {
              "within connect_timeout: it does not answer at " + silent.address().addresses.front());
 }
 
+/// So do those whose callers wait with borrowed memory until their calls expire.
+CASE(a_peer_that_never_answers_a_borrowed_message_is_lost) {
+  Settings s = with_heartbeat(40 * kMillisecond);
+  s.connect_timeout = 30 * kMillisecond;
+  Worker a(0, s);
+  Puppet silent(1, "unix");
+  a.engine->set_peer(silent.address());
+  std::string segment(1 << 20, 'a');
+  auto m = std::make_unique<Outgoing>();
+  m->header.flags = kMustDeliver;
+  m->segments.push_back({reinterpret_cast<const std::byte*>(segment.data()), segment.size()});
+  m->owner = std::make_unique<Bytes>();
+  a.engine->start(1, std::move(m), {.target = std::make_unique<Bytes>("1")});
+  a.completion_count.wait_for(1);
+  CHECK(a.completions.at(1).status == CallStatus::kUnreachable);
+  CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "within connect_timeout: it does not answer at ");
+}
+
 int option(int fd, int level, int name) {
   int value = 0;
   socklen_t size = sizeof value;
