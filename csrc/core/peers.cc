@@ -284,6 +284,7 @@ void Peers::run_timer(Lock& lock, Nanos at) {
   std::vector<ConnectionPtr> expired, attempts, unverified;
   Released released;
   timer_at_ = kNever;
+  resume_listening(at);
   for (auto& [token, c] : connections_) {
     if (c->attempt_at <= at) {
       c->attempt_at = kNever;

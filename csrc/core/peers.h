@@ -177,6 +177,8 @@ class Peers {
                       Released& released) REQUIRES(engine_mutex);
 
   // peers_accept.cc
+  void pause_listening(const Listener& listener) REQUIRES(engine_mutex);
+  void resume_listening(Nanos at) REQUIRES(engine_mutex);
   ConnectionPtr connection_to_displace(const std::string& source, std::size_t places) const REQUIRES(engine_mutex);
   PeerCredentials peer_credentials_of(const Link& link);
   static std::optional<std::string> rejection_reason(const PeerCredentials& user);
@@ -241,7 +243,8 @@ class Peers {
   bool has_forgotten_ GUARDED_BY(engine_mutex) = false;
   std::vector<ConnectionPtr> resumable_ GUARDED_BY(engine_mutex);  // handshakes to continue
   std::atomic<bool> has_resumable_ = false;
-  Nanos timer_at_ GUARDED_BY(engine_mutex) = kNever;   // when a handshake expires or a reconnect is due
+  Nanos timer_at_ GUARDED_BY(engine_mutex) = kNever;         // when a handshake expires or a reconnect is due
+  Nanos listen_again_at_ GUARDED_BY(engine_mutex) = kNever;  // when paused listeners are polled again
   Nanos rejected_since_ GUARDED_BY(engine_mutex) = 0;  // start of the interval of `rejected_` rejected connections
   std::size_t rejected_ GUARDED_BY(engine_mutex) = 0;
   Nanos displaced_logged_at_ GUARDED_BY(engine_mutex) = -3600 * kSecond;  // when displaced ones were last logged

@@ -51,7 +51,10 @@ void Peers::accept_from(Listener& listener) {
     {
       Lock lock(parts_.mutex);  // held during accept: a fork must find the link here or among the connections
       accepting_ = listener.accept();
-      if (!accepting_) return;
+      if (!accepting_) {
+        if (listener.is_stuck()) pause_listening(listener);
+        return;
+      }
     }
     const PeerCredentials user = peer_credentials_of(*accepting_);
     {
@@ -83,6 +86,21 @@ void Peers::accept_from(Listener& listener) {
       close_connection(displaced, "too many others came after it");
     }
   }
+}
+
+/// Stops polling a listener for a while: it stays readable, and the leader would spin.
+void Peers::pause_listening(const Listener& listener) {
+  parts_.leader.remove_fd(listener.fd());
+  if (listen_again_at_ == kNever) listen_again_at_ = now() + kAcceptRetry;
+  arm_timer(listen_again_at_);
+}
+
+/// Polls the listeners again that were paused.
+void Peers::resume_listening(Nanos at) {
+  if (listen_again_at_ == kNever) return;
+  if (listen_again_at_ > at) return arm_timer(listen_again_at_);
+  listen_again_at_ = kNever;
+  for (const auto& [token, listener] : listeners_) parts_.leader.add_fd(listener->fd(), token);  // no effect on others
 }
 
 /// Returns the connection to close when one more is accepted from `source`. One source has at most a fourth

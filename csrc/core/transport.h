@@ -219,6 +219,9 @@ class Listener {
   virtual int fd() const = 0;                  // readable when a connection can be accepted
   virtual std::unique_ptr<Link> accept() = 0;  // never blocks; null if no connection is pending; never throws
   virtual std::string address() const = 0;     // for `connect` at the peer, with the scheme
+  /// Returns whether the last `accept` has left a connection pending for lack of descriptors or memory: `fd` stays
+  /// readable.
+  virtual bool is_stuck() const { return false; }
 };
 
 class Transport {

@@ -129,6 +129,8 @@ inline constexpr Nanos kMaxRetryDelay = 500 * kMillisecond;
 inline constexpr std::size_t kUnauthenticatedShare = 8;
 /// Part of them that one address may have.
 inline constexpr std::size_t kSourceShare = 4;
+/// Pause of a listener that cannot accept for lack of descriptors or memory.
+inline constexpr Nanos kAcceptRetry = 100 * kMillisecond;
 /// Accepts between two polls of existing connections.
 inline constexpr int kAcceptsPerPoll = 16;
 /// Interval in which at most kRejectLogLines rejected connections are logged.

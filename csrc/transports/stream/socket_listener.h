@@ -24,15 +24,17 @@ class SocketListener final : public Listener {
   std::string address() const override { return address_; }
   /// Closes a connection that cannot be accepted for lack of descriptors.
   std::unique_ptr<Link> accept() override;
+  bool is_stuck() const override { return stuck_; }
 
  private:
-  void reject_one();
+  bool reject_one();
   static UniqueFd make_spare();
 
   const UniqueFd socket_;
   const std::string address_;
   const Make make_;
   UniqueFd spare_ = make_spare();
+  bool stuck_ = false;
 };
 
 }  // namespace telegrad
