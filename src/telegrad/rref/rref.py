@@ -172,10 +172,9 @@ class RRef(Generic[T_co]):
             Exception: The error of the function that creates the value, with its own type.
         """
         self._check()
-        worker = self._worker
-        references, calls = worker.references, worker.calls
+        references, calls = self._worker.references, self._worker.calls
         limit = calls.default_timeout if timeout == UNSET else calls.timeout(timeout)
-        if self.owner_id == worker.info.id:
+        if self.owner_id == self._worker.info.id:
             try:
                 return self._wait_local(limit)
             except Exception as error:

@@ -379,8 +379,7 @@ class Receiver:
         Raises:
             RpcTimeout: always.
         """
-        error = expired(self, self._error, self.timeout, self._taken)
-        self.failed = True
+        error, self.failed = expired(self, self._error, self.timeout, self._taken), True
         self.close()  # notifies the callee unless `_error` says that the stream has ended
         self._error = error
         raise error
