@@ -142,7 +142,7 @@ CASE(a_peer_that_never_answers_is_lost) {
              "within connect_timeout: it does not answer at " + silent.address().addresses.front());
 }
 
-/// So do those whose callers wait with borrowed memory until their calls expire.
+/// Messages with borrowed memory have that limit too, although their callers wait until the calls expire.
 CASE(a_peer_that_never_answers_a_borrowed_message_is_lost) {
   Settings s = with_heartbeat(40 * kMillisecond);
   s.connect_timeout = 30 * kMillisecond;

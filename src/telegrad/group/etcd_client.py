@@ -189,7 +189,7 @@ class EtcdClient:
 
         Returns:
             Whether this request has written it, and its value. Another client may have written the same value, and so
-            may an earlier request of this one whose reply is lost.
+            may an earlier request of this one without a reply.
         """
         condition: dict[str, object] = {"key": b64(key), "result": "EQUAL"}
         revision = None

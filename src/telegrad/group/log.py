@@ -123,7 +123,7 @@ class GroupLog:
             return True, self._news()
 
     def _deleted_after_append(self, epoch: int) -> int:
-        """Return the last epoch whose entry is deleted; 0 if the store does not reply.
+        """Return the last epoch without its entry; 0 if the store does not reply.
 
         The entry is in the log then, and the next read of the log notices if the worker has fallen behind.
         """

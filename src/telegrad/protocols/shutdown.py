@@ -214,7 +214,7 @@ class Drain:
         return self._check_round() if self._running else self._advance()
 
     def peer_back(self, worker: int) -> list[Effect]:
-        """Wait for `worker` again: it was lost or left, and its process or a new one takes part."""
+        """Wait again for a worker that was lost or left, or for its new process."""
         gone = self.lost if worker in self.lost else self.left
         if worker not in gone or self.over is not None:
             return []
