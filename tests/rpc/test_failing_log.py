@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,6 +71,41 @@ def test_the_caller_gets_the_error(way: str, capfd: pytest.CaptureFixture[str]) 
     said = capfd.readouterr().err
     assert said.startswith("worker w1 cannot log an error of a call: ")
     assert "the log is full" in said
+
+
+@pytest.fixture
+def failing_log() -> Iterator[None]:
+    logger, handler = logging.getLogger("telegrad"), Raises(OSError)
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+
+
+@pytest.mark.usefixtures("failing_log")
+def test_threads_outlive_an_internal_error_that_cannot_be_logged(
+    two: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    worker = two[0]._worker
+    worker.timers.call_later(0, fail)
+    worker.pool.submit(fail)
+    came = [threading.Event(), threading.Event()]
+    worker.timers.call_later(0, came[0].set)
+    worker.pool.submit(came[1].set)
+    assert all(each.wait(TIMEOUT) for each in came)
+    said = ""
+
+    def is_complete() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return said.count("OSError: the log is full") == 2
+
+    eventually(is_complete)
+    threads = worker.pool.threads()
+    assert all(thread.is_alive() for thread in threads)
+    assert "internal error in a timer of telegrad-w0-timers, which cannot be logged: " in said
+    assert "a pool thread of w0 failed with an internal error, which cannot be logged: " in said
+    worker.timers.call_later(0, came[0].clear)
+    eventually(lambda: not came[0].is_set())
 
 
 def fail_with(x: Tensor) -> None:

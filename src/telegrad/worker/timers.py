@@ -2,14 +2,13 @@
 
 import heapq
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Timers"]
+from telegrad.internal_errors import log_internal_error
 
-logger: logging.Logger = logging.getLogger("telegrad")
+__all__ = ["Timers"]
 
 
 class Timers:
@@ -72,6 +71,6 @@ class Timers:
                 function = heapq.heappop(self._waiting)[2]
             try:
                 function()
-            except BaseException:  # for example of the program's logging handler: the thread continues
-                logger.exception("internal error in a timer of %s; please report it", self._name)
+            except BaseException:  # the thread continues
+                log_internal_error("internal error in a timer of %s", self._name)
             del function  # release its objects while this thread waits

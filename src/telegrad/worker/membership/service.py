@@ -33,6 +33,7 @@ from telegrad.group.log import FellBehind, GroupLog
 from telegrad.group.process_identity import GONE, RUNNING, STOPPED, UNKNOWN, fate_of
 from telegrad.group.records import Member
 from telegrad.group.store_waits import StoreGone
+from telegrad.internal_errors import log_internal_error
 from telegrad.options import Options
 from telegrad.protocols.leases import Timing, Watch, to_observe
 from telegrad.protocols.membership import Change, Event, Joined, Leave, Lose, Lost
@@ -274,7 +275,7 @@ class MembershipService:
                 if not self._stopped:
                     self.outage.note_silence(e)
             except Exception:  # the thread continues: without it, the others would lose this worker
-                logger.exception("internal error in the membership of %s; please report it", self._worker.info.name)
+                log_internal_error("internal error in the membership of %s", self._worker.info.name)
         if self._release:
             try:
                 self._lease.release()
@@ -421,9 +422,7 @@ class MembershipService:
                 self._apply_one(event)
             except Exception:
                 if not self._stopped:
-                    logger.exception(
-                        "internal error in the membership of %s, in %s; please report it", self._worker.info.name, event
-                    )
+                    log_internal_error("internal error in the membership of %s, in %s", self._worker.info.name, event)
 
     def _apply_one(self, event: Event) -> None:
         worker, member = self._worker, event.member

@@ -12,6 +12,7 @@ from contextvars import Context
 from typing import Any
 
 from telegrad import _core
+from telegrad.internal_errors import log_internal_error
 from telegrad.wire import WorkKind
 from telegrad.worker import process_hooks
 from telegrad.worker.closed import AnyEngine, AnyServer, ClosedEngine
@@ -101,7 +102,7 @@ class ThreadPool:
                         return
                     handle[kind](item)
                 except BaseException:  # also errors of user code during unpickling
-                    logger.exception("a pool thread of %s failed with an internal error; please report it", self._name)
+                    log_internal_error("a pool thread of %s failed with an internal error", self._name)
                 item = None  # release its objects while this thread waits
                 clean_state()  # reset what callbacks and finalizers have set
         finally:
