@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from plain_helpers import State, grad_of, new_weight, ones, scale
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,14 +19,6 @@ from telegrad.testing import Cluster, Gate, cluster, eventually, run_all
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-class State:
-    """Tensors of the workers, which share this process."""
-
-    weight: Tensor
-    hidden: Tensor | None = None
-    gate: Gate
-
-
 @pytest.fixture(scope="module")
 def group() -> Iterator[Cluster]:
     with cluster(3, options=Options(plain_backward=True)) as workers:
@@ -34,7 +27,7 @@ def group() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def clean(group: Cluster) -> Iterator[None]:
-    State.weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    State.weight = new_weight()
     yield
     State.hidden = None
     gc.collect()
@@ -48,18 +41,6 @@ def records(worker: Any) -> PlainContext:
 def assert_forgotten(group: Cluster) -> None:
     # The frames of a failed pass refer to its tensors, in a cycle.
     eventually(lambda: gc.collect() is not None and all(records(worker).is_empty for worker in group))
-
-
-def grad_of(tensor: Tensor) -> Any:
-    return None if tensor.grad is None else tensor.grad.tolist()
-
-
-def ones() -> Tensor:
-    return torch.ones(3, requires_grad=True)
-
-
-def scale(x: Tensor) -> Tensor:
-    return State.weight * x
 
 
 def twice_scaled(x: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Plain backward passes for given inputs: their gradients, and the hooks that run."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+from plain_helpers import State, grad_of, new_weight, ones, scale
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -15,12 +15,6 @@ from telegrad.testing import Cluster, cluster
 pytestmark = pytest.mark.usefixtures("group")
 
 
-class State:
-    """Parameter of worker w1, which shares this process."""
-
-    weight: Tensor
-
-
 @pytest.fixture(scope="module")
 def group() -> Iterator[Cluster]:
     with cluster(2, options=Options(plain_backward=True)) as workers:
@@ -28,20 +22,8 @@ def group() -> Iterator[Cluster]:
 
 
 @pytest.fixture(autouse=True)
-def new_weight() -> None:
-    State.weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-
-
-def ones() -> Tensor:
-    return torch.ones(3, requires_grad=True)
-
-
-def scale(x: Tensor) -> Tensor:
-    return State.weight * x
-
-
-def grad_of(tensor: Tensor) -> Any:
-    return None if tensor.grad is None else tensor.grad.tolist()
+def weight() -> None:
+    State.weight = new_weight()
 
 
 def test_an_input_given_twice_gets_its_gradient_once() -> None:

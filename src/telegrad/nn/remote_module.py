@@ -123,7 +123,7 @@ class RemoteModule(NoOwnParameters):
         place = placement_of(remote_device)
         self.on = otherwise if place.on is None else place.on
         self.device = str(place.device)
-        worker.members.resolve(self.on)
+        worker.members.resolve(self.on)  # raises the error of an unknown worker before a request is made
         self.is_device_map_set = False
         self.is_scriptable = False
 

@@ -121,9 +121,8 @@ def read_groups(entries: Sequence[Any]) -> tuple[list[RemoteGroup], bool]:
     """Return the groups that a constructor got, and whether it got groups.
 
     Raises:
-        ValueError: there are no entries.
+        ValueError: there are no entries, or only some of the references have names.
         TypeError: an entry is neither a reference, nor a name and a reference, nor a group.
-        ValueError: only some of the references have names.
     """
     if not entries:
         raise ValueError("optimizer got an empty parameter list")
