@@ -207,6 +207,8 @@ def test_a_stream_closed_while_its_request_is_queued_never_runs(function: Any, h
         holder.to_here()
         busy = rpc.rpc_async("w1", gate.enter)
         gate.wait_for()
+        stats = group[1]._worker.engine.stats
+        arrived = stats()["requests"]
         if how == "close":
             rpc.stream("w1", function, (ran,)).close()
         elif how == "timeout":
@@ -216,6 +218,7 @@ def test_a_stream_closed_while_its_request_is_queued_never_runs(function: Any, h
             asyncio.run(cancel())
         else:
             holder.stream().begin(ran).close()
+        eventually(lambda: stats()["requests"] > arrived)
         eventually(lambda: [request.state for request in group[1].debug_info().requests] == ["running"])
         gate.open()
         busy.wait()
