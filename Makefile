@@ -32,8 +32,9 @@ example: build ## NAME=pipeline: that program of examples/, see docs/examples.md
 
 test: test-python test-core ## the fast tests: Python, and the core under address and undefined-behavior sanitizers
 
-# Two processes of pytest share the files. JOBS=0: a single one, as a debugger needs.
-JOBS ?= 2
+# Processes of pytest that share the files: three keep two cores busy, since many tests wait. JOBS=0: a single one, as a
+# debugger needs.
+JOBS ?= 3
 RESULTS := $(BUILD)/results
 SHARED = -n $(JOBS) --dist loadfile
 test-python: build
