@@ -28,6 +28,7 @@ from telegrad.errors import RemoteError, RpcTimeout, SerializationError
 from telegrad.nn import Pipeline
 from telegrad.nn.pipeline import requests
 from telegrad.testing import assert_quiescent, eventually
+from telegrad.worker import Worker
 from telegrad.worker.default_worker import open_worker
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
@@ -231,6 +232,24 @@ def test_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     model = one_process(2)
     assert pipe.step(x, target=target, timeout=0) == step_here(model, x, target, micro_batches=3)
     assert equal(gradients(pipe), gradients_here(model))
+
+
+@pytest.mark.usefixtures("three", "quiet")
+def test_a_timeout_between_stages_names_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage that sends may learn of the deadline before the trainer does."""
+    pipe = Pipeline([("w1", layer, (0,)), ("w2", Gated, ("second",))], loss_of_first, micro_batches=2)
+    gate = gates["second"] = Gate()
+    send = Worker.rpc_async
+
+    def limited(self: Worker, to: Any, function: Any, *args: Any, **options: Any) -> Any:
+        if function is requests.accept_inputs:
+            options["timeout"] = 0.3
+        return send(self, to, function, *args, **options)
+
+    monkeypatch.setattr(Worker, "rpc_async", limited)
+    with pytest.raises(RpcTimeout, match=r"\(Pipeline.step on w2; [a-z ]+\)\. .*ass a larger timeout="):
+        pipe.step(batch(2)[0], timeout=0)
+    gate.opened.set()
 
 
 async def expired(*_: object) -> None:

@@ -275,7 +275,7 @@ class Pipeline(StageModules):
         sizes = divide(batch, count)
         autocast = caller_state()
         with (
-            naming_timeouts(requests.__all__, "Pipeline.step" if training else "Pipeline.forward", training),
+            naming_timeouts(requests.__all__, requests.operation_of(training), training),
             self._exclusive(),
             outside_contexts(),
             without_autocast(),

@@ -7,7 +7,7 @@ take the slow path, and references between neighbors would never be released.
 import asyncio
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from telegrad.rref import RRef
 from telegrad.worker import Worker
 from telegrad.worker.calls.callables import callee_of
 from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.operation_timeouts import of_operation
 from telegrad.worker.default_worker import open_worker
 from telegrad.worker.scope import Autocast
 
@@ -29,6 +30,7 @@ __all__ = [
     "feed",
     "feed_targets",
     "make_stage",
+    "operation_of",
     "reset_gradients",
     "run_step",
 ]
@@ -38,6 +40,14 @@ Address: TypeAlias = tuple[int, int, int]
 
 PlanItems: TypeAlias = tuple[int, bool, bool, int, Autocast]
 """Fields of a `Plan`."""
+
+
+_OF_NEIGHBORS: Final = ("accept_inputs", "accept_gradients")
+
+
+def operation_of(training: bool) -> str:
+    """Return the method of `Pipeline` that runs a plan, as errors name it."""
+    return "Pipeline.step" if training else "Pipeline.forward"
 
 
 def _stage(created_on: int, local_id: int) -> PipelineStage:
@@ -100,7 +110,7 @@ def _sender(
             done._mark_read()
             error = done.failure()
             if error is not None:
-                fail(plan, error)
+                fail(plan, of_operation(error, _OF_NEIGHBORS, operation_of(plan.training), plan.training))
 
         future._on_done(completed)
 

@@ -5,20 +5,20 @@ The error of a call names its function, which the program does not know if an op
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeVar
 
 from telegrad.errors import RemoteError, RpcTimeout
 from telegrad.wire.layout import CallStateText
 
 __all__ = ["naming_timeouts", "of_operation"]
 
+_E = TypeVar("_E", bound=BaseException)
+
 _LARGER_DEFAULT = "Give init_rpc's options a larger rpc_timeout (0 for no limit)."
 _NOT_LATE: Final = (CallStateText.WAITING, CallStateText.UNKNOWN)  # states in which a larger timeout is no remedy
 
 
-def of_operation(
-    error: Exception, functions: Collection[str], operation: str, takes_timeout: bool = False
-) -> Exception:
+def of_operation(error: _E, functions: Collection[str], operation: str, takes_timeout: bool = False) -> _E | RpcTimeout:
     """Return the error of an operation for that of its call.
 
     A timeout names the operation; any other error is unchanged.
