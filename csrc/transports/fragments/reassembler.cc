@@ -41,7 +41,8 @@ BlockPtr Reassembler::map_segment(const FrameHeader& frame, const SegmentHeader&
     current_->number = next_++;
   }
   BlockPtr block = memory_or_none(segment.size, inbox);
-  current_->parts.push_back({block->data(), segment.size});
+  const std::uint64_t begin = current_->parts.empty() ? 0 : current_->parts.back().end();
+  current_->parts.push_back({block->data(), begin, segment.size});
   current_->missing += segment.size;
   current_->unclaimed += segment.size;
   missing_ += segment.size;
@@ -79,16 +80,9 @@ Reassembler::Pending* Reassembler::find(std::uint64_t number) {
 
 /// Returns where `size` bytes at an offset belong: null if they are discarded, nothing if they cross a part's end.
 std::optional<std::byte*> Reassembler::locate(Pending& message, std::uint64_t place, std::uint64_t size) {
-  for (const Part& part : message.parts) {
-    if (place >= part.size) {
-      place -= part.size;
-    } else if (size <= part.size - place) {
-      return part.data ? part.data + place : nullptr;
-    } else {
-      break;
-    }
-  }
-  return std::nullopt;
+  const auto part = std::ranges::upper_bound(message.parts, place, {}, &Part::end);
+  if (part == message.parts.end() || size > part->end() - place) return std::nullopt;
+  return part->data ? part->data + (place - part->begin) : nullptr;
 }
 
 /// Returns whether a message can be delivered without its content: a request or reply with a trailer that has arrived.

@@ -56,8 +56,10 @@ class Reassembler final : public SegmentSource {
 
  private:
   struct Part {
-    std::byte* data;  // null: its bytes are discarded
+    std::byte* data;      // null: its bytes are discarded
+    std::uint64_t begin;  // offset within the fragmented bytes of the message
     std::uint64_t size;
+    std::uint64_t end() const { return begin + size; }
   };
   struct Pending {
     Incoming message;
