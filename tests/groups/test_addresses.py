@@ -53,6 +53,33 @@ def test_advertised_address(routes: list[tuple[str, int]]) -> None:
     assert routes == []
 
 
+@pytest.mark.parametrize(
+    ("bound", "advertised"),
+    [
+        ("tcp:0.0.0.0:7", "tcp:10.9.9.9:7"),
+        ("tcp:10.1.2.3:7", "tcp:10.9.9.9:7"),
+        ("tcp:[fd00::2]:7", "tcp:[fd00::9]:7"),
+        ("tcp:[::]:7", "tcp:[fd00::9]:7"),
+    ],
+)
+def test_a_name_is_advertised_with_an_address_that_the_socket_accepts(
+    monkeypatch: pytest.MonkeyPatch, bound: str, advertised: str
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved("fd00::9", "10.9.9.9"))
+    assert addresses.advertised([bound], Options(advertise="both.example"), ELSEWHERE) == [advertised]
+
+
+def test_a_name_without_an_address_that_the_socket_accepts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved("fd00::9"))
+    with pytest.raises(RuntimeError, match=r"advertise names six.example.* fd00::9: none of them is an IPv4 address"):
+        addresses.advertised(["tcp:0.0.0.0:7"], Options(advertise="six.example"), ELSEWHERE)
+    assert addresses.advertised(["tcp:0.0.0.0:7"], Options(advertise="[fd00::9]"), ELSEWHERE) == ["tcp:[fd00::9]:7"]
+
+
+def resolved(*found: str) -> list[tuple[object, ...]]:
+    return [(None, None, None, "", (address, 0)) for address in found]
+
+
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
 @pytest.mark.openssl
 def test_worker_that_listens_everywhere_is_called(wildcard: str) -> None:

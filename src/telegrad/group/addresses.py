@@ -95,13 +95,10 @@ def advertised(bound: list[str], options: Options, store_at: str) -> list[str]:
     """Return the addresses to publish.
 
     A wildcard address is replaced by the local address that routes to the store's host.
+
+    Raises:
+        RuntimeError: The option `advertise` has no address that the worker's sockets accept.
     """
-    host_to_publish = None
-    if options.advertise is not None:
-        try:
-            host_to_publish = str(socket.getaddrinfo(options.advertise, None, type=socket.SOCK_STREAM)[0][4][0])
-        except OSError as e:
-            raise RuntimeError(f"option advertise names {options.advertise}, which cannot be resolved: {e}") from e
     addresses = []
     for address in bound:
         scheme, _, rest = address.partition(":")
@@ -109,12 +106,36 @@ def advertised(bound: list[str], options: Options, store_at: str) -> list[str]:
             addresses.append(address)
             continue
         host, _, port = rest.rpartition(":")
-        addresses.append(f"{scheme}:{_bracketed(host_to_publish or _without_wildcard(host, store_at))}:{port}")
+        name = options.advertise
+        published = _without_wildcard(host, store_at) if name is None else _resolve_advertised(name.strip("[]"), host)
+        addresses.append(f"{scheme}:{_bracketed(published)}:{port}")
     return addresses
 
 
+def _resolve_advertised(name: str, bound: str) -> str:
+    """Return the address of a name for a socket that listens on `bound`."""
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except OSError as e:
+        raise RuntimeError(f"option advertise names {name}, which cannot be resolved: {e}") from e
+    own = _ip(bound)
+    for address in found:
+        # A socket on :: accepts IPv4 as well. An address, not a name, may be translated on the way.
+        if address == name or _ip(address).version == own.version or (own.version == 6 and own.is_unspecified):
+            return address
+    raise RuntimeError(
+        f"option advertise names {name}, which has the addresses {', '.join(sorted(set(found)))}: none of them is an"
+        f" IPv{own.version} address, as {bound} is, where this worker listens. Set the option bind to an address of"
+        " the other version, or advertise an address."
+    )
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(host.strip("[]").partition("%")[0])
+
+
 def _without_wildcard(host: str, store_at: str) -> str:
-    own = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    own = _ip(host)
     if not own.is_unspecified:
         return host
     if is_loopback(store_at):
