@@ -20,8 +20,15 @@ struct Registry {
   Level& at(ForkLevel level) { return levels[static_cast<int>(level)]; }
 };
 
+void before();
+void after_in_parent();
+void after_in_child();
+
 Registry& registry() {
-  static auto* r = new Registry;  // never destroyed: engines may outlive static objects
+  static Registry* const r = [] {
+    pthread_atfork(before, after_in_parent, after_in_child);
+    return new Registry;  // never destroyed: engines may outlive static objects
+  }();
   return *r;
 }
 
@@ -50,8 +57,6 @@ void after_in_child() { after(&ForkHandler::after_fork_in_child); }
 }  // namespace
 
 void register_fork_handler(ForkHandler* handler, ForkLevel level) {
-  static const int registered = pthread_atfork(before, after_in_parent, after_in_child);
-  static_cast<void>(registered);
   std::lock_guard lock(registry().at(level).mutex);
   registry().at(level).handlers.push_back(handler);
 }

@@ -78,13 +78,21 @@ class ReadinessFd {
   bool writable_ = true;
 };
 
+/// Mutex of all lease pools: a forked child may release memory that it inherited.
+std::mutex& lease_mutex() {
+  static auto* m = new std::mutex;  // never destroyed: forks hold it
+  return *m;
+}
+
+[[maybe_unused]] const bool leases_registered = lock_at_fork(lease_mutex());
+
 /// Leased memory of one link. Each lease has as many holders as there are blocks for it: the sender's, the receiver's,
 /// or for a short time both.
 class LeasePool : public std::enable_shared_from_this<LeasePool> {
  public:
   /// Leases memory; null if not enough is left.
   std::optional<LinkLease> lease(std::size_t size) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lease_mutex());
     if (size > kMaxLeased - leased_) return std::nullopt;
     const std::size_t rounded = (std::max(size, kAlignment) + kAlignment - 1) / kAlignment * kAlignment;
     auto* memory = static_cast<std::byte*>(std::aligned_alloc(kAlignment, rounded));
@@ -97,7 +105,7 @@ class LeasePool : public std::enable_shared_from_this<LeasePool> {
 
   /// Returns the receiver's block for a lease, or a part of it; null if the lease is unknown or has been passed on.
   BlockPtr pass(const OutSegment& s) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lease_mutex());
     const auto found = s.lease ? regions_.find(s.lease) : regions_.end();
     if (found == regions_.end() || found->second.holders != 1) return nullptr;
     std::byte* memory = found->second.memory;
@@ -132,7 +140,7 @@ class LeasePool : public std::enable_shared_from_this<LeasePool> {
   }
 
   void release(std::uint64_t lease) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lease_mutex());
     const auto found = regions_.find(lease);
     if (--found->second.holders > 0) return;
     leased_ -= found->second.size;
@@ -140,7 +148,6 @@ class LeasePool : public std::enable_shared_from_this<LeasePool> {
     regions_.erase(found);
   }
 
-  std::mutex mutex_;
   std::map<std::uint64_t, Region> regions_;
   std::uint64_t next_ = 1;
   std::size_t leased_ = 0;

@@ -12,9 +12,9 @@ constexpr std::uint64_t kNone = UINT64_MAX;
 
 }  // namespace
 
-std::vector<int> ResumableLink::descriptors() const {
-  return continues_ ? std::vector<int>() : current()->descriptors();
-}
+// In a forked child, which lacks the thread that may have held `mutex_`. The fork has held the engine's mutex, under
+// which alone `link_` is replaced.
+std::vector<int> ResumableLink::descriptors() const { return continues_ ? std::vector<int>() : link_->descriptors(); }
 
 void ResumableLink::set_limits(const Limits& limits) {
   limits_ = limits;
