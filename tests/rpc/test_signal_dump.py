@@ -108,6 +108,30 @@ def test_without_the_option_the_signal_ends_the_process(program: object) -> None
     assert process.wait(20) == -signal.SIGUSR2
 
 
+JOINS = """
+import sys
+from telegrad import rpc
+from telegrad.group import stores
+
+def meet(*_):
+    print("ready", flush=True)
+    print(repr(sys.stdin.readline()), flush=True)
+    sys.exit(0)
+
+stores.meet = meet  # a store that is not reached
+{body}
+"""
+
+
+@pytest.mark.parametrize("join", ["rpc.init_rpc", "rpc.Worker"])
+def test_the_stacks_of_a_process_that_waits_for_the_store(program: object, join: str) -> None:
+    process = program(f'{join}("w1", rank=1, world_size=2)', code=JOINS)  # type: ignore[operator]
+    signaled(process)
+    assert "in meet" in read_until(process, "SIGUSR2: this process has no worker")
+    assert process.communicate("on\n", timeout=20)[0] == "'on\\n'\n"
+    assert process.returncode == 0
+
+
 OUTSIDE = """
 import signal, sys, threading
 from telegrad import rpc

@@ -26,9 +26,10 @@ from telegrad.rref import RRef
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker, lifecycle_log
 from telegrad.worker.autograd_hooks import WorkerPlugins
+from telegrad.worker.diagnostics import signal_dump
 from telegrad.worker.membership import joining
 
-__all__ = ["check_identity", "init_rpc", "is_available", "join", "start_agent"]
+__all__ = ["check_identity", "handle_signals", "init_rpc", "is_available", "join", "start_agent"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
@@ -109,6 +110,7 @@ def init_rpc(
         rank, world_size = stores.ranks_of_launcher(as_options(rpc_backend_options))
         check_identity(name, rank, world_size)
     options = rpc_backend_options
+    handle_signals(options)
 
     def begin(part: Part, rank: int, world_size: int | None) -> None:
         _init_rpc_backend(backend, part, name, rank, world_size, options)
@@ -137,6 +139,16 @@ def check_identity(name: str, rank: int, world_size: int | None) -> None:
     WorkerInfo(name, max(rank, 0))
     if world_size and rank >= world_size:
         raise ValueError(f"worker {name} has rank {rank}, but ranks go from 0 to {world_size - 1}.")
+
+
+def handle_signals(options: RpcBackendOptions | None) -> None:
+    """Install the handler of SIGUSR2, if the options ask for it.
+
+    Called before the store is reached, because a worker that waits for others is a common reason for a dump.
+    """
+    given = options if isinstance(options, Options) else Options()  # as for `as_options`, which logs warnings
+    if given.dump_on_sigusr2:
+        signal_dump.install()
 
 
 def _infer_backend(options: RpcBackendOptions | None) -> Any:

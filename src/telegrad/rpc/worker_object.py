@@ -8,7 +8,7 @@ from telegrad.options import RpcBackendOptions, as_options
 from telegrad.rpc import api
 from telegrad.rpc.calls import Args, Kwargs
 from telegrad.rpc.multicast import multicast
-from telegrad.rpc.start import check_identity, join
+from telegrad.rpc.start import check_identity, handle_signals, join
 from telegrad.rpc.streams import Items, stream
 from telegrad.rref import RRef
 from telegrad.streams.stream import PREFETCH, Stream
@@ -57,6 +57,7 @@ class Worker:
         store: Any = None,
     ) -> None:
         check_identity(name, rank, world_size)
+        handle_signals(options)
         if store is not None:
             self._worker = join(store, name, rank, world_size, options)
         else:

@@ -33,7 +33,6 @@ from telegrad.worker.calls.messages import Messages
 from telegrad.worker.calls.pending_work import OpenWork
 from telegrad.worker.calls.retrying import Retries
 from telegrad.worker.closed import AnyEngine, AnyServer, ClosedEngine
-from telegrad.worker.diagnostics import signal_dump
 from telegrad.worker.diagnostics.running import RunningHandlers
 from telegrad.worker.diagnostics.size_warning import SizeWarning
 from telegrad.worker.diagnostics.watchdog import Watchdog
@@ -212,8 +211,6 @@ class Worker(MemberChanges):
         )
         self.pool.on_growth = self.watchdog.start  # the first thread of the pool alone runs no handler for long
         self.pool.start()
-        if options.dump_on_sigusr2:
-            signal_dump.install()
         process_hooks.register(self)
 
     def __repr__(self) -> str:

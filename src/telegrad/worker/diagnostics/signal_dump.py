@@ -31,7 +31,7 @@ def install() -> None:
 
     Without a handler, the signal would end the process: so it also stays after the last worker has closed. A handler
     that the program has installed before is still called. Outside of the main thread, Python installs no handlers:
-    then the signal writes the stacks only, until a worker is created in the main thread.
+    then the signal writes the stacks only, until a worker joins in the main thread.
     """
     global _writes_stacks, _logs_snapshots
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -51,8 +51,8 @@ def install() -> None:
         _logs_snapshots = True
     else:
         logger.warning(
-            "option dump_on_sigusr2: the worker was created outside of the main thread, so SIGUSR2 writes stacks but"
-            " no snapshots. Create a worker in the main thread for both."
+            "option dump_on_sigusr2: the worker joins outside of the main thread, so SIGUSR2 writes stacks but no"
+            " snapshots. Create a worker in the main thread for both."
         )
     _writes_stacks = True
     # Without a handler of Python, the next one in the chain would end the process.
