@@ -52,6 +52,16 @@ def test_a_trace_without_calls_is_torchs_own(tmp_path: Path) -> None:
     assert "rpc" not in path.read_text()
 
 
+def test_the_methods_of_torch_take_keywords(tmp_path: Path) -> None:
+    prof = torch.autograd.profiler.profile()
+    prof.__enter__()
+    rpc.rpc_sync("w1", double, (X,))
+    prof.__exit__(exc_type=None, exc_val=None, exc_tb=None)
+    path = tmp_path / "trace.json"
+    prof.export_chrome_trace(path=str(path))
+    assert "rpc_sync#double(w0 -> w1)" in path.read_text()
+
+
 def test_a_trace_of_the_legacy_profiler_has_remote_operators(tmp_path: Path) -> None:
     with profiler_legacy.profile() as prof:
         rpc.rpc_sync("w1", double, (X,))

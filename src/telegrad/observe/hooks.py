@@ -33,12 +33,12 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., object]) -> None:
 
     @functools.wraps(original)
     def wrapped(self: object, *args: object, **kwargs: object) -> object:
-        return wrapper(self, functools.partial(original, self, *args, **kwargs), *args)
+        return wrapper(self, functools.partial(original, self, *args, **kwargs), *args, **kwargs)
 
     setattr(owner, name, wrapped)
 
 
-def _start(self: object, start: Callable[[], object], *_: object) -> object:
+def _start(self: object, start: Callable[[], object], *_: object, **__: object) -> object:
     recording.pause()
     before = time.time_ns()
     try:
@@ -52,7 +52,7 @@ def _start(self: object, start: Callable[[], object], *_: object) -> object:
     return result
 
 
-def _end(self: Any, end: Callable[[], object], *_: object) -> object:
+def _end(self: Any, end: Callable[[], object], *_: object, **__: object) -> object:
     session = session_of(self) if self.enabled else None
     if session is None or session.closed:
         return end()
@@ -63,21 +63,21 @@ def _end(self: Any, end: Callable[[], object], *_: object) -> object:
         recording.resume()
 
 
-def _end_legacy(self: Any, end: Callable[[], object], *args: object) -> object:
-    result = _end(self, end, *args)
+def _end_legacy(self: Any, end: Callable[[], object], *_: object, **__: object) -> object:
+    result = _end(self, end)
     session = session_of(self) if self.enabled else None
     if session is not None:
         self.function_events = session.completed(self.function_events)
     return result
 
 
-def _parse(self: object, parse: Callable[[], Any], result: Any, *_: object) -> object:
+def _parse(self: object, parse: Callable[[], Any], result: Any, *_: object, **__: object) -> object:
     session = session_of(self)
     events = parse()
     return events if session is None else session.extended(events, result.trace_start_ns())
 
 
-def _export(self: object, export: Callable[[], object], path: str, *_: object) -> object:
+def _export(self: object, export: Callable[[], object], path: str, *_: object, **__: object) -> object:
     result = export()
     session = session_of(self)
     if session is not None and (session.calls or session.more):
