@@ -1,5 +1,6 @@
 """Profiles of calls and their remote work, under torch's own names."""
 
+import asyncio
 import threading
 from typing import Any
 
@@ -49,6 +50,21 @@ def test_methods_of_referenced_values_are_shown_by_their_names(profile: Any) -> 
     for mode in ("sync", "async", "remote"):
         assert only(prof, f"rpc_{mode}#get(w0 -> w1)#remote_op: aten::add").node_id == 1
     assert only(prof, "rpc_async#_rref_typeof_on_owner(w0 -> w1)").node_id == 0  # for `remote`, once
+
+
+def test_an_awaited_value_is_recorded_until_it_has_arrived(profile: Any) -> None:
+    gate = Gate()
+    rref = rpc.remote("w1", gate.enter, (X,))
+
+    async def fetch() -> None:
+        asyncio.get_running_loop().call_soon(gate.open)
+        await rref  # another thread receives the reply
+        with torch.profiler.record_function("after"):
+            pass
+
+    with profile() as prof:
+        asyncio.run(fetch())
+    assert only(prof, "to_here#(w0)->(w1)").time_range.end <= only(prof, "after").time_range.start
 
 
 RELAYS = (profile_helpers.relay, profile_helpers.relay_later, profile_helpers.relay_in_coroutine)

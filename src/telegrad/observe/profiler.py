@@ -103,7 +103,7 @@ class Profiler:
         span: Span
         if session is not None:
             session.called_by(calls.worker_id, calls.name_of)
-            span = SessionSpan(session, mode, key, (peer, to), asked, self._over)
+            span = SessionSpan(session, form.mode == "sync", key, (peer, to), asked, self._over)
         else:
             assert isinstance(recording, Recording)
             span = RecordedSpan(recording, key, (peer, to), asked, self._over)

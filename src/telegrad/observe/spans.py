@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["SEPARATOR", "RecordedSpan", "SessionSpan", "Span", "call_key", "function_name"]
 
 SEPARATOR = "telegrad::call"  # without it, the legacy profiler merges two consecutive calls of one name
-_MODES_IN_ORDER = ("sync", "to_here")  # they end on the thread where they began, before later work
 
 
 def call_key(mode: str, function: str, source: str, destination: str) -> str:
@@ -112,9 +111,15 @@ class RecordedSpan(Span):
 
 
 class SessionSpan(Span):
-    """Span of a call under one of torch's profilers, as a separate record."""
+    """Span of a call under one of torch's profilers, as a separate record.
 
-    def __init__(self, session: "Session", mode: str, *about: Any) -> None:
+    Args:
+        session: the run of the profiler.
+        is_sync: whether the calling thread waits for the call, and ends the span before later work.
+        about: as for `Span`.
+    """
+
+    def __init__(self, session: "Session", is_sync: bool, *about: Any) -> None:
         super().__init__(*about)
         self._session = session
         self.thread: int = threading.get_native_id()
@@ -126,7 +131,7 @@ class SessionSpan(Span):
         self._record.__enter__()
         self.opened: int = time.time_ns()
         self._done: torch.futures.Future[None] | None = None
-        if mode not in _MODES_IN_ORDER:
+        if not is_sync:
             self._done = torch.futures.Future()
             self._record._call_end_callbacks_on_future(self._done)
             session.began(self)
