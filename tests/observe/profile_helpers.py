@@ -1,5 +1,6 @@
 """Functions that the tests call remotely, and questions about profiles."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,9 +58,18 @@ def profile_yourself(x: torch.Tensor) -> list[str]:
     return [event.name for event in events(inner)]
 
 
+def doubles(x: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+    for _ in range(count):
+        yield double(x)
+
+
 class Box:
     def __init__(self) -> None:
         self.content = torch.ones(2)
 
     def get(self) -> torch.Tensor:
         return self.content + 1
+
+    def copies(self, count: int) -> Iterator[torch.Tensor]:
+        for _ in range(count):
+            yield torch.mul(self.content, 1)

@@ -52,6 +52,23 @@ def test_methods_of_referenced_values_are_shown_by_their_names(profile: Any) -> 
     assert only(prof, "rpc_async#_rref_typeof_on_owner(w0 -> w1)").node_id == 0  # for `remote`, once
 
 
+def test_functions_that_telegrad_carries_are_shown_by_their_names(profile: Any) -> None:
+    rref = rpc.remote("w1", Box)
+    rref.to_here()
+    with profile() as retried:
+        rpc.rpc_sync("w1", double, (X,), retry=rpc.Retry())
+    with profile() as mapped:
+        assert len(list(rpc.map(["w1"], double, [X]))) == 1
+    with profile() as streamed:
+        assert len(list(rpc.stream("w1", profile_helpers.doubles, (X, 2)))) == 2
+        assert len(list(rref.stream().copies(2))) == 2
+    for prof in (retried, mapped):
+        assert only(prof, "rpc_async#double(w0 -> w1)#remote_op: aten::add").node_id == 1
+    for name, operator in (("doubles", "add"), ("copies", "mul")):
+        for call in (f"rpc_async#{name}(w0 -> w1)", f"rpc_async#a step of {name}(w0 -> w1)"):
+            assert named(streamed, f"{call}#remote_op: aten::{operator}")
+
+
 def test_an_awaited_value_is_recorded_until_it_has_arrived(profile: Any) -> None:
     gate = Gate()
     rref = rpc.remote("w1", gate.enter, (X,))

@@ -20,7 +20,7 @@ from telegrad.worker import live_workers
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.interception import CallForm, ResolvedCall, Sender
-from telegrad.worker.calls.interceptors import InterceptedCall, Proceed, of_process
+from telegrad.worker.calls.interceptors import InterceptedCall, Proceed, of_process, shown_function
 from telegrad.worker.calls.tracing import Report, TraceContext
 
 __all__ = ["Profiler", "profiler"]
@@ -99,7 +99,8 @@ class Profiler:
             asked = (next(self._numbers), int(options))
         key, self._key.chosen = self._key.chosen, None
         if key is None:
-            key = call_key(mode, function_name(function), calls.name_of(calls.worker_id), to)
+            shown = function_name(shown_function(function, form.args))
+            key = call_key(mode, shown, calls.name_of(calls.worker_id), to)
         span: Span
         if session is not None:
             session.called_by(calls.worker_id, calls.name_of)

@@ -32,6 +32,8 @@ class AnyProducer(Protocol):
 class AnyReceiver(Protocol):
     """Caller's side of a stream."""
 
+    label: str
+
     def stop(self, error: Exception) -> None: ...
 
     def idle_call(self) -> tuple[object, ...] | None: ...

@@ -14,7 +14,16 @@ from telegrad.streams.producer import Producer
 from telegrad.streams.service import AnyProducer, Streams
 from telegrad.worker import Worker, current
 from telegrad.worker.calls.callables import callee_of, found, name_of, run
-from telegrad.worker.calls.interceptors import CallCarrier, Find, Given, Shown, around_handlers, carriers, internal
+from telegrad.worker.calls.interceptors import (
+    CallCarrier,
+    Find,
+    Given,
+    Shown,
+    around_handlers,
+    carriers,
+    internal,
+    steps,
+)
 
 __all__ = ["close", "flush", "open_function", "open_method", "pull"]
 
@@ -131,7 +140,7 @@ def _streams() -> Streams:
     return Streams.of(scope.worker)
 
 
-# ---- as interceptors see them
+# ---- as interceptors and profiles see them
 
 
 class _Open(CallCarrier):
@@ -170,7 +179,14 @@ def _is_at_callee(args: Given) -> bool:
     return len(args) == 6
 
 
+def _step_of(args: Given) -> str:
+    """Return the name of a request for items of a stream, at its caller."""
+    receiver = _streams().receivers.get(args[1])
+    return f"a step of {'a stream' if receiver is None else receiver.label}"
+
+
 carriers[open_function] = _Open("stream")
 carriers[open_method] = _OpenMethod("stream")
 internal.update((pull, flush, close))
+steps.update(dict.fromkeys((pull, flush), _step_of))
 around_handlers.update((__file__, producer.__file__, async_producer.__file__))

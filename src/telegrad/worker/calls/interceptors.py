@@ -49,6 +49,8 @@ __all__ = [
     "own",
     "rename_path",
     "run_chain",
+    "shown_function",
+    "steps",
     "succeeded",
     "switch",
 ]
@@ -198,11 +200,21 @@ carriers: dict[object, Carrier] = {}
 around_handlers: set[str] = {__file__}  # files of functions of Telegrad that call handlers
 own: set[object] = {read_attribute}  # functions of Telegrad that do not use the pickler of the program
 internal: set[object] = {type}  # functions of Telegrad that interceptors do not see
+steps: dict[object, Callable[[Given], str]] = {}  # names of calls of these in profiles, by their arguments
 
 
 def carrier_of(function: object) -> Carrier | None:
     """Return the carrier of a function; None for functions of the program."""
     return carriers.get(function) if type(function) is FunctionType else None  # others may not be hashable
+
+
+def shown_function(function: object, args: Given) -> object:
+    """Return the program's function of a call, or a text, as profiles show it."""
+    carrier = carrier_of(function)
+    if carrier is not None:
+        return carrier.show(args)[0]
+    step = steps.get(function) if type(function) is FunctionType else None
+    return function if step is None else step(args)
 
 
 def is_internal(function: object) -> bool:
