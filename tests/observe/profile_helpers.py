@@ -44,6 +44,11 @@ def relay_later(to: str, x: torch.Tensor) -> Any:
     return rpc.rpc_async(to, double, (x,)).then(lambda done: torch.mul(done.value(), 3))
 
 
+@rpc.functions.async_execution
+def never() -> Any:
+    return torch.futures.Future()
+
+
 async def relay_in_coroutine(to: str, x: torch.Tensor) -> Any:
     before = torch.mul(x, 3)
     after = await rpc.rpc_async(to, double, (x,))

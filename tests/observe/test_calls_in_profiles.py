@@ -11,10 +11,10 @@ from profile_helpers import FEW, MANY, Box, double, events, named, only
 from torch.autograd import profiler_legacy
 
 from telegrad import observe, rpc
-from telegrad.errors import NotInitialized
+from telegrad.errors import NotInitialized, RpcTimeout
 from telegrad.observe.hooks import session_of
-from telegrad.testing import Cluster, Gate, run_all
-from telegrad.worker.calls import tracing
+from telegrad.testing import Cluster, Gate, eventually, run_all
+from telegrad.worker.calls import interceptors, tracing
 
 X = torch.ones(2)
 
@@ -165,6 +165,12 @@ def test_a_timed_out_call_is_shown_and_its_late_report_is_dropped(profile: Any) 
     names = [event.name for event in events(prof)]
     assert sum("rpc_sync#" in name for name in names) == 1
     assert sum("rpc_async#" in name for name in names) == 1
+
+
+def test_a_request_without_a_reply_does_not_keep_calls_on_the_slow_path(profile: Any) -> None:
+    with profile(), pytest.raises(RpcTimeout):
+        rpc.rpc_sync("w1", profile_helpers.never, timeout=0.1)
+    eventually(lambda: not interceptors.active)
 
 
 def test_a_call_that_outlives_the_profiler_completes(profile: Any) -> None:

@@ -50,7 +50,7 @@ class Profiler:
         self.on: bool = False
         self.serving: bool = False
         self._lock = threading.Lock()
-        self._active = 0  # sessions, recordings and servers' profiles
+        self._active = 0  # sessions, servers' profiles, and threads in recordings
         self._sessions: list[Session] = []
         self._servers: tuple[RequestProfile, ...] = ()  # profiles of all requests of this process
         self._numbers = itertools.count(1)
@@ -135,7 +135,6 @@ class Profiler:
         if session is None:
             return inner if isinstance(inner, Recording) else None
         session.called_by(calls.worker_id, calls.name_of)
-        self._count(1)
         return Recording(self, session.node, None, session.options, session)
 
     def name_next_call(self, key: str) -> None:
@@ -155,12 +154,10 @@ class Profiler:
         options = Option(asked[1]) if asked is not None else Option(0)
         for server in self._servers:
             options |= server.options
-        self._count(1)
         return Recording(self, node, asked, options)
 
     def recorded(self, recording: Recording) -> None:
         """Handle the end of a recording."""
-        self._count(-1)
         if recording.session is not None:
             recording.session.add(recording.events)
             return
@@ -177,7 +174,7 @@ class Profiler:
         """Register a profiler that the program has started in this thread."""
         with self._lock:
             self._sessions.append(session)
-        self._count(1)
+        self.count(1)
 
     def close(self, session: Session) -> None:
         """Remove a profiler that has ended."""
@@ -186,7 +183,7 @@ class Profiler:
                 return
             session.close()
             self._sessions.remove(session)
-        self._count(-1)
+        self.count(-1)
 
     def _session(self, or_latest: bool) -> Session | None:
         """Return the session for which this thread is being profiled.
@@ -206,7 +203,7 @@ class Profiler:
         with self._lock:
             self._servers = (*self._servers, server)
             self.serving = True
-        self._count(1)
+        self.count(1)
         self._admit()
 
     def served(self, server: RequestProfile) -> None:
@@ -216,7 +213,7 @@ class Profiler:
                 return
             self._servers = tuple(other for other in self._servers if other is not server)
             self.serving = bool(self._servers)
-        self._count(-1)
+        self.count(-1)
         self._admit()
 
     @staticmethod
@@ -224,14 +221,16 @@ class Profiler:
         for worker in list(live_workers):
             worker.handlers.update_recording()
 
-    def _count(self, change: int) -> None:
+    def count(self, change: int) -> None:
+        """Add to the number of active profiles; calls are intercepted while there are any."""
         with self._lock:
             self._active += change
-            was_on, self.on = self.on, self._active > 0
-            if self.on and not was_on:
+            is_on = self._active > 0
+            if is_on and not self.on:
                 of_process.add(self._interceptor)
-            elif was_on and not self.on:
+            elif self.on and not is_on:
                 of_process.remove(self._interceptor)
+            self.on = is_on
 
 
 profiler: Profiler = Profiler()

@@ -77,10 +77,10 @@ _here = _Here()
 class Recording:
     """Recording of one request; a context manager.
 
-    Threads enter it while they work for the request.
+    Threads enter it while they work for the request. Only then does it count as active: the request may never end.
 
     Args:
-        profiler: notified when the recording ends.
+        profiler: notified when a thread enters or leaves the recording, and when it ends.
         node: id of the callee.
         asked: what the request asks to record; None if only this process records.
         options: what to record of each operator.
@@ -102,8 +102,10 @@ class Recording:
     def __enter__(self) -> None:
         start = None if self._ended else _start(self.options)
         _here.entered.append((self, start, tracing.recording.set(self)))
+        self._profiler.count(1)
 
     def __exit__(self, *error: object) -> None:
+        self._profiler.count(-1)
         _, start, token = _here.entered.pop()
         tracing.recording.reset(token)
         if start is not None:
