@@ -1,6 +1,7 @@
 """A server's profile has all requests of its process, from every caller."""
 
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from torch.autograd import profiler_legacy
 
 from telegrad import observe, rpc
 from telegrad.compat import rpc as compat_rpc
-from telegrad.testing import Cluster, run_all
+from telegrad.errors import SerializationError
+from telegrad.testing import Cluster, eventually, run_all
+from telegrad.worker.calls import interceptors, tracing
 
 X = torch.ones(2)
 
@@ -71,6 +74,23 @@ def test_afterwards_requests_are_native_again(slow_requests: list[Any]) -> None:
     for _ in range(MANY):
         rpc.rpc_sync("w1", double, (X,))
     assert len(slow_requests) <= FEW
+
+
+def call_without_a_request() -> None:
+    with pytest.raises(SerializationError):
+        rpc.rpc_sync("w1", double, (threading.Lock(),))
+
+
+@pytest.mark.parametrize("work", [call_without_a_request, lambda: tracing.observer.record(1, None)])
+def test_a_dropped_profile_records_nothing_more(work: Any) -> None:
+    with observe.ServerProfile():
+        observe.ServerProfile().__enter__()
+        work()
+        assert tracing.observer.serving
+    observe.ServerProfile().__enter__()
+    work()
+    assert not tracing.observer.serving
+    eventually(lambda: not interceptors.active)
 
 
 def test_disabled_and_reentered_profiles() -> None:

@@ -5,6 +5,7 @@ There is one for the process, as torch's profilers are.
 
 import itertools
 import threading
+import weakref
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Protocol
@@ -52,7 +53,8 @@ class Profiler:
         self._lock = threading.Lock()
         self._active = 0  # sessions, servers' profiles, and threads in recordings
         self._sessions: list[Session] = []
-        self._servers: tuple[RequestProfile, ...] = ()  # profiles of all requests of this process
+        # Profiles of all requests of this process. Weak: a caller that enters one by RPC may be lost before its end.
+        self._servers: tuple[weakref.ref[RequestProfile], ...] = ()
         self._numbers = itertools.count(1)
         self._spans: dict[int, Span] = {}  # of pending calls, by number
         self._key = _Key()
@@ -63,6 +65,8 @@ class Profiler:
     def intercept(self, call: InterceptedCall, proceed: Proceed, /) -> object:
         """Show a call in the profile of the calling thread, if there is one."""
         assert isinstance(call, ResolvedCall)
+        if self._servers:
+            self._open_servers()  # the last may have been dropped: then no further call comes here
         span = self._begin(call.calls, call.form) if call.form is not None and call.form.mode else None
         if span is None:
             return proceed(call)
@@ -152,7 +156,7 @@ class Profiler:
 
     def record(self, node: int, asked: TraceContext | None) -> Recording:
         options = Option(asked[1]) if asked is not None else Option(0)
-        for server in self._servers:
+        for server in self._open_servers():
             options |= server.options
         return Recording(self, node, asked, options)
 
@@ -165,7 +169,7 @@ class Profiler:
 
     def served_by(self, events: list[Event]) -> None:
         """Add the events of a request, or of a part of a backward pass, to all servers."""
-        for server in self._servers:
+        for server in self._open_servers():
             server.took(events)
 
     # ---- active profilers
@@ -201,20 +205,31 @@ class Profiler:
     def serve(self, server: RequestProfile) -> None:
         """Record all requests of this process from now on, for a server's profile."""
         with self._lock:
-            self._servers = (*self._servers, server)
+            self._servers = (*self._servers, weakref.ref(server))
             self.serving = True
         self.count(1)
         self._admit()
 
     def served(self, server: RequestProfile) -> None:
         """Stop recording for a server's profile."""
+        self._remove_server(server)
+
+    def _open_servers(self) -> list[RequestProfile]:
+        """Return the servers' profiles, without those dropped before their end."""
+        found = [server() for server in self._servers]
+        if any(server is None for server in found):
+            self._remove_server(None)
+        return [server for server in found if server is not None]
+
+    def _remove_server(self, ended: RequestProfile | None) -> None:
+        """Remove a server's profile that has ended, and those that have been dropped."""
         with self._lock:
-            if server not in self._servers:
-                return
-            self._servers = tuple(other for other in self._servers if other is not server)
-            self.serving = bool(self._servers)
-        self.count(-1)
-        self._admit()
+            kept = tuple(each for each in self._servers if each() is not None and each() is not ended)
+            removed = len(self._servers) - len(kept)
+            self._servers, self.serving = kept, bool(kept)
+        if removed:
+            self.count(-removed)
+            self._admit()
 
     @staticmethod
     def _admit() -> None:
