@@ -369,6 +369,20 @@ def fail_with(group: Processes) -> None:
         raise KeyError(group.pids)
 
 
+def rank_or_raise(rank: int, _n: int, _init_method: str) -> int:
+    if rank == 1:
+        raise ValueError("on purpose")
+    return rank
+
+
+def test_results_may_be_asked_for_again() -> None:
+    with Processes(3, rank_or_raise, method=METHOD) as group:
+        assert group.results(LONG, ranks=[0]) == [0]
+        assert group.results(LONG, ranks=[2, 0]) == [2, 0]
+        for _ in range(2):
+            assert list(failures_of(group, LONG)) == [1]
+
+
 def test_all_are_killed_at_the_end() -> None:
     with pytest.raises(KeyError) as caught:
         fail_with(Processes(2, hang_in_two_threads, method=METHOD))

@@ -114,6 +114,7 @@ class Processes:
         init_method = f"file://{self._folder}/store"
         self._children: list[BaseProcess] = []
         self._results: list[Connection] = []
+        self._received: dict[int, tuple[bool, Any]] = {}  # what each process has sent: whether it worked, and what
         self._stacks: list[Connection] = []
         self._listening: set[int] = set()
         try:
@@ -162,7 +163,7 @@ class Processes:
         self._children[rank].join()
 
     def results(self, timeout: float = 60.0, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Wait for the return values.
+        """Wait for the return values, which may be asked for again.
 
         Args:
             timeout: limit in seconds for all of them together.
@@ -175,7 +176,10 @@ class Processes:
         deadline = time.monotonic() + timeout
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        open_ranks = {self._results[rank]: rank for rank in wanted}
+        for rank in self._received.keys() & set(wanted):
+            worked, value = self._received[rank]
+            (results if worked else failures)[rank] = value
+        open_ranks = {self._results[rank]: rank for rank in wanted if rank not in self._received}
         while open_ranks:
             left = min(deadline - time.monotonic(), _AFTER_FAILURE if failures else timeout)
             ready = wait(list(open_ranks), max(0.0, left))
@@ -185,7 +189,7 @@ class Processes:
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = open_ranks.pop(connection)
-                worked, value = self._receive(rank)
+                worked, value = self._received[rank] = self._receive(rank)
                 (results if worked else failures)[rank] = value
         for rank in results:
             self._children[rank].join(_GOODBYE)
