@@ -329,15 +329,43 @@ def test_a_wrong_plan_is_an_error(text: str) -> None:
         ({"action": "cut", "kind": "packet"}, "kind has to be one of"),
         ({"action": "cut", "nth": 0}, "begin at 1"),
         ({"action": "cut", "count": 0}, "begin at 1"),
+        ({"action": "cut", "nth": 1.5}, "whole numbers"),
+        ({"action": "cut", "nth": 1 << 64}, "64 bits"),
+        ({"action": "cut", "count": 1.5}, "whole numbers"),
+        ({"action": "cut", "source": None}, "names of workers"),
+        ({"action": "cut", "destination": 1}, "names of workers"),
         ({"action": "cut", "probability": 0.0}, "probability"),
+        ({"action": "cut", "probability": "x"}, "probability"),
         ({"action": "cut", "seconds": 1.0}, "duration of a delay"),
         ({"action": "delay", "seconds": 0.0}, "duration of a delay"),
+        ({"action": "delay", "seconds": "x"}, "duration of a delay"),
+        ({"action": "delay", "seconds": float("inf")}, "less than 1e\\+09"),
         ({"action": "cut", "part": "body"}, "corrupt only"),
     ],
 )
 def test_wrong_rules_are_errors(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rule(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rules": [{"action": "cut"}]}, "consists of rules"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"seed": "x"}, "seed"),
+    ],
+)
+def test_wrong_plans_are_errors(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(**arguments)
+
+
+def test_the_limits_of_rules_are_those_of_the_core() -> None:
+    last = Rule("delay", "w0", "w1", "call", nth=(1 << 64) - 1, count=(1 << 64) - 1, seconds=9.9e8)
+    with workers("shm", last, seed=(1 << 64) - 1):
+        assert rpc.rpc_sync("w1", abs, (-1,)) == 1
 
 
 def test_rules_need_workers_that_apply_them() -> None:

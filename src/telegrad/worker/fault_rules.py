@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
 from telegrad import _core
+from telegrad.timeouts import FOREVER, nanoseconds
 from telegrad.wire import Flag, Tag
 
 __all__ = ["ACTIONS", "FRAME_TYPES", "KINDS", "AppliedFault", "Plan", "Rule", "WorkerFaults"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-_SECOND = 1_000_000_000
+_LARGEST: Final = (1 << 64) - 1  # of the numbers in the core
 
 ACTIONS: Final = ("drop", "delay", "duplicate", "reorder", "cut", "corrupt")
 """Actions in the order of FaultAction (csrc/core/faults.h)."""
@@ -80,6 +81,14 @@ _REPEATABLE: Final = ("ping", "cancel")  # a second one changes nothing
 _UNORDERED: Final = ("reference", "cancel")  # src/telegrad/protocols/README.md; a cancellation names its call
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _is_whole(number: object, least: int) -> bool:
+    return isinstance(number, int) and least <= number <= _LARGEST
+
+
 @dataclass(frozen=True)
 class Rule:
     """Fault for some messages of one worker to another.
@@ -125,12 +134,26 @@ class Rule:
             raise ValueError(f"a fault's action has to be one of {', '.join(ACTIONS)}, not {self.action!r}")
         if self.kind not in KINDS:
             raise ValueError(f"a fault's kind has to be one of {', '.join(KINDS)}, not {self.kind!r}")
-        if self.nth < 1 or (self.count is not None and self.count < 1):
-            raise ValueError(f"nth and count of a fault begin at 1, not {self.nth!r} and {self.count!r}")
-        if not 0 < self.probability <= 1:
+        names: tuple[object, ...] = self.source, self.destination
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(
+                "source and destination of a fault are names of workers, or '*', not"
+                f" {self.source!r} and {self.destination!r}"
+            )
+        if not (_is_whole(self.nth, 1) and (self.count is None or _is_whole(self.count, 1))):
+            raise ValueError(
+                "nth and count of a fault are whole numbers that begin at 1 and have 64 bits at most, not"
+                f" {self.nth!r} and {self.count!r}"
+            )
+        if not (_is_number(self.probability) and 0 < self.probability <= 1):
             raise ValueError(f"a fault's probability has to be more than 0 and at most 1, not {self.probability!r}")
-        if self.seconds is not None and (self.action != "delay" or not self.seconds > 0):
-            raise ValueError(f"seconds of a fault is the duration of a delay, more than 0: {self.seconds!r}")
+        if self.seconds is not None and not (
+            self.action == "delay" and _is_number(self.seconds) and 0 < self.seconds < FOREVER
+        ):
+            raise ValueError(
+                f"seconds of a fault is the duration of a delay, more than 0 and less than {FOREVER:g}, or None until"
+                f" `release`: {self.seconds!r}"
+            )
         if self.part not in ("header", "body") or (self.part == "body" and self.action != "corrupt"):
             raise ValueError(f"part of a fault is header or body, and of corrupt only: {self.part!r}")
         allowed = {"duplicate": _REPEATABLE, "reorder": _UNORDERED}.get(self.action)
@@ -155,6 +178,9 @@ class Plan:
         rules: Their order matters: the first one that applies to a message does.
         seed: Decides by chance: probabilities, and which bits are flipped.
 
+    Raises:
+        ValueError: Something else than a rule is among the rules, or the seed is no whole number of 64 bits, 0 or more.
+
     Example::
 
         from telegrad.testing import cluster, faults
@@ -172,7 +198,13 @@ class Plan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", tuple(self.rules))
+        rules: tuple[object, ...] = tuple(self.rules)
+        object.__setattr__(self, "rules", rules)
+        for rule in rules:
+            if not isinstance(rule, Rule):
+                raise ValueError(f"a plan consists of rules, not {rule!r}")
+        if not _is_whole(self.seed, 0):
+            raise ValueError(f"the seed of a plan is a whole number of 64 bits, 0 or more, not {self.seed!r}")
 
     def __str__(self) -> str:
         return json.dumps({"seed": self.seed, "rules": [dataclasses.asdict(rule) for rule in self.rules]})
@@ -254,7 +286,7 @@ class WorkerFaults:
                 nth=rule.nth,
                 count=rule.count or 0,
                 probability=rule.probability,
-                delay=int((rule.seconds or 0) * _SECOND),
+                delay=0 if rule.seconds is None else nanoseconds(rule.seconds),
                 body=rule.part == "body",
             )
 
