@@ -249,6 +249,11 @@ def test_corruption_needs_a_byte_stream() -> None:
         faults.add(Rule("corrupt"))
 
 
+def test_calls_of_a_worker_to_itself_are_not_corrupted() -> None:
+    with workers("tcp", Rule("corrupt", "*", "w0", count=None)):
+        assert rpc.rpc_sync("w0", abs, (-1,)) == 1
+
+
 # ---- which messages
 
 
@@ -341,6 +346,7 @@ def test_a_wrong_plan_is_an_error(text: str) -> None:
         ({"action": "delay", "seconds": "x"}, "duration of a delay"),
         ({"action": "delay", "seconds": float("inf")}, "less than 1e\\+09"),
         ({"action": "cut", "part": "body"}, "corrupt only"),
+        ({"action": "corrupt", "source": "w0", "destination": "w0"}, "calls of a worker to itself"),
     ],
 )
 def test_wrong_rules_are_errors(arguments: dict[str, Any], message: str) -> None:

@@ -156,6 +156,11 @@ class Rule:
             )
         if self.part not in ("header", "body") or (self.part == "body" and self.action != "corrupt"):
             raise ValueError(f"part of a fault is header or body, and of corrupt only: {self.part!r}")
+        if self.action == "corrupt" and self.source == self.destination != "*":
+            raise ValueError(
+                f"calls of a worker to itself use a connection without a byte stream, so those of {self.source!r}"
+                " cannot be corrupted: use drop, cut or delay"
+            )
         allowed = {"duplicate": _REPEATABLE, "reorder": _UNORDERED}.get(self.action)
         if allowed and self.kind not in allowed:
             raise ValueError(
@@ -273,8 +278,8 @@ class WorkerFaults:
             raise ValueError("corrupt needs a byte stream: leave shm out of the option transports")
         for rule in rules:
             self._rules.append(rule)
-            if not rule.is_from(self.name):
-                continue
+            if not rule.is_from(self.name) or (rule.action == "corrupt" and rule.destination == self.name):
+                continue  # the connection of a worker to itself has no byte stream
             kind = KINDS[rule.kind]
             self.native.add(
                 id=len(self._rules) - 1,
