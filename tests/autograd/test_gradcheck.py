@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from telegrad import autograd, rpc
+from telegrad.errors import UnknownWorker
 from telegrad.testing import Cluster, GradcheckError, cluster, gradcheck, run_all
 
 WORKERS = ("w1", "w2", "w3")
@@ -133,6 +134,17 @@ def test_tied_weights(group: Cluster, placement: dict[str, str]) -> None:
         assert gradcheck(tied(), placement, [integers(4, WIDTH)], plain=plain)
 
 
+def test_a_part_that_occurs_twice_is_always_called_remotely(group: Cluster) -> None:
+    part, calls = Mix(1), []
+
+    def call(*part_and_arguments: Any) -> Any:
+        calls.append(1)
+        return wait(*part_and_arguments)
+
+    assert gradcheck(nn.Sequential(part, Scale(3), part), {"0": "w1"}, [integers(4, WIDTH)], call=call)
+    assert len(calls) == 4  # of two runs
+
+
 def test_an_ordinary_model_is_compared_as_closely_as_its_dtype_allows(group: Cluster) -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 10), nn.LogSoftmax(1))
     assert gradcheck(model, {"0": "w1", "3": "w2"}, [torch.randn(2, 1, 8, 8)])
@@ -220,7 +232,7 @@ def test_nondeterministic_runs_are_found(group: Cluster) -> None:
 def test_bad_placements(group: Cluster) -> None:
     with pytest.raises(ValueError, match="no such part"):
         gradcheck(Mix(1), {"nothing": "w1"}, [integers(2, WIDTH)])
-    with pytest.raises(RuntimeError, match="could not find destination"):
+    with pytest.raises(UnknownWorker, match="could not find destination"):
         gradcheck(Mix(1), {"": "unknown"}, [integers(2, WIDTH)])
     with pytest.raises(ValueError, match="nothing to compare"):
         gradcheck(nn.ReLU(), {"": "w1"}, [integers(2, WIDTH)])

@@ -95,7 +95,8 @@ def gradcheck(
 
     Raises:
         GradcheckError: the runs differ.
-        ValueError: a path or worker of the placement does not exist, or nothing requires a gradient.
+        ValueError: a path of the placement does not exist, or nothing requires a gradient.
+        UnknownWorker: a worker of the placement does not exist in the caller's group.
 
     If the calling code belongs to a group (``init_rpc``), the placement names workers of it. Otherwise a group of the
     named workers and the caller is created in this process, and checked for leaks at the end.
@@ -257,7 +258,8 @@ def _replaced(model: nn.Module, part: nn.Module, by: nn.Module) -> nn.Module:
     if model is part:
         return by
     for module in list(model.modules()):
-        for name, child in list(module.named_children()):
+        # `named_children` omits the second occurrence in one parent.
+        for name, child in list(module._modules.items()):
             if child is part:
                 setattr(module, name, by)
     return model
