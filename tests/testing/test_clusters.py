@@ -30,7 +30,7 @@ def no_leaks() -> Iterator[None]:
     before = ResourceSnapshot.now()
     yield
     before.assert_not_grown()
-    assert not [worker for worker in live_workers if not worker.closed]
+    assert not [worker for worker in live_workers() if not worker.closed]
 
 
 def here() -> str:

@@ -233,7 +233,7 @@ class Profiler:
 
     @staticmethod
     def _admit() -> None:
-        for worker in list(live_workers):
+        for worker in live_workers():
             worker.handlers.update_recording()
 
     def count(self, change: int) -> None:

@@ -129,7 +129,7 @@ def cluster(
             assert rpc.rpc_sync("w1", max, (1, 2)) == 2
     """
     # With other workers in the process, their resources cannot be distinguished from those of the group.
-    alone = all(worker.closed for worker in live_workers)
+    alone = all(worker.closed for worker in live_workers())
     before = ResourceSnapshot.now() if check and alone else None
     store = HashStore() if store is None else store
     group = Cluster(_join(n, options, names, store, dynamic), store)

@@ -25,7 +25,7 @@ __all__ = ["ACTIONS", "KINDS", "AppliedFault", "Plan", "Rule", "add", "applied",
 
 
 def _workers() -> Iterator[WorkerFaults]:
-    found = [worker.faults for worker in live_workers if not worker.closed and worker.faults is not None]
+    found = [worker.faults for worker in live_workers() if not worker.closed and worker.faults is not None]
     if not found:
         raise RuntimeError(
             "no worker of this process applies fault rules: before it starts, give it the option faults, or set"

@@ -16,9 +16,10 @@ from telegrad.errors import NotInitialized, RRefDeleted
 from telegrad.group.unix_store import close_servers
 from telegrad.worker.unread_failures import discard_unread, log_unread
 
-__all__ = ["leave_child", "live_workers", "register"]
+__all__ = ["leave_child", "live_workers", "register", "unregister"]
 
-live_workers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+# By id. No WeakSet: a thread cannot iterate over that while workers of other threads join or close.
+_live: dict[int, weakref.ref[Any]] = {}
 _exits: set[int] = set()
 _GRACE = 0.2  # s for daemon threads to end after their calls failed at interpreter exit
 _STORE_GRACE = 2.0  # s for the threads that serve the group's store to end an operation
@@ -26,11 +27,26 @@ _STORE_GRACE = 2.0  # s for the threads that serve the group's store to end an o
 
 def register(worker: object) -> None:
     """Register a worker to be closed at process exit, unless the program closes it."""
-    live_workers.add(worker)
+    key = id(worker)
+    _live[key] = weakref.ref(worker, lambda _, remove=_live.pop: remove(key, None))  # type: ignore[misc]
     NotInitialized.inherited = ""
     if os.getpid() not in _exits and _is_forked_by_multiprocessing():
         _exits.add(os.getpid())
         multiprocessing.util.Finalize(None, close_all, exitpriority=100)
+
+
+def unregister(worker: object) -> None:
+    """Remove a worker that has closed."""
+    _live.pop(id(worker), None)
+
+
+def live_workers() -> list[Any]:
+    """Return the workers of this process that have not closed.
+
+    Any thread may call this.
+    """
+    found = [worker() for worker in list(_live.values())]
+    return [worker for worker in found if worker is not None]
 
 
 # ---- exit: a worker without a shutdown sends GOODBYE and ends its threads before the interpreter exits
@@ -41,7 +57,7 @@ def close_all() -> None:
     interrupted = isinstance(
         getattr(sys, "last_value", None), KeyboardInterrupt
     )  # the exception that ended the program
-    for worker in list(live_workers):
+    for worker in live_workers():
         with contextlib.suppress(KeyboardInterrupt):
             worker.close(interrupted)
 
@@ -52,7 +68,7 @@ def _close_at_exit() -> None:
     Only daemon threads are left at that time. A daemon thread that still runs torch code when the interpreter exits
     crashes the process.
     """
-    waited = any(worker.busy for worker in live_workers)
+    waited = any(worker.busy for worker in live_workers())
     _silence_stopped_threads()
     close_all()
     until = time.monotonic() + (_GRACE if waited else 0.0)
@@ -107,7 +123,7 @@ forked: bool = False  # this process is the child of a handler and exits with th
 
 def _after_fork_in_child() -> None:
     global forked
-    workers = list(live_workers)
+    workers = live_workers()
     if names := sorted(worker.info.name for worker in workers if not worker.closed):
         of_all = f"worker{'s' * (len(names) > 1)} {', '.join(names)}"
         NotInitialized.inherited = _INHERITED.format(os.getpid(), of_all, os.getppid())
@@ -116,7 +132,7 @@ def _after_fork_in_child() -> None:
         _detached.append(
             (worker, worker.detach_after_fork())
         )  # never freed: their locks and threads belong to the parent
-    live_workers.clear()
+    _live.clear()
     discard_unread()
 
 

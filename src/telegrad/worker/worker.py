@@ -375,7 +375,7 @@ class Worker(MemberChanges):
             self.store = self.membership = None  # the store's host may end
             self.on_close.clear()
             _core.release()
-            process_hooks.live_workers.discard(self)
+            process_hooks.unregister(self)
             log_unread()
             if self.joined:
                 lifecycle_log.left(self)

@@ -61,7 +61,7 @@ def install() -> None:
 
 def log_snapshots() -> None:
     """Log a snapshot of each worker of the process."""
-    workers = list(process_hooks.live_workers)
+    workers = process_hooks.live_workers()
     if not workers:
         logger.warning("SIGUSR2: this process has no worker")
     for worker in workers:
