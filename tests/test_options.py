@@ -46,7 +46,11 @@ def test_environment_is_used_without_an_argument(monkeypatch: pytest.MonkeyPatch
 
 def test_invalid_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TELEGRAD_SPIN_US", "much")
-    with pytest.raises(ValueError, match=r"TELEGRAD_SPIN_US should hold a number, but is 'much'"):
+    with pytest.raises(ValueError, match=r"TELEGRAD_SPIN_US should hold a whole number, but is 'much'"):
+        Options()
+    monkeypatch.setenv("TELEGRAD_SPIN_US", "1")
+    monkeypatch.setenv("TELEGRAD_HEARTBEAT", "much")
+    with pytest.raises(ValueError, match=r"TELEGRAD_HEARTBEAT should hold a number, but is 'much'"):
         Options()
 
 

@@ -208,7 +208,8 @@ def _from_environment(default: Any, variable: str) -> Any:
     try:
         return type(default)(text)
     except ValueError:
-        raise ValueError(f"environment variable {variable} should hold a number, but is {text!r}") from None
+        kind = "whole number" if isinstance(default, int) else "number"
+        raise ValueError(f"environment variable {variable} should hold a {kind}, but is {text!r}") from None
 
 
 @dataclass(kw_only=True)

@@ -70,6 +70,16 @@ def test_a_stuck_handler_is_reported_once(clean: Cluster, caplog: pytest.LogCapt
     future.wait()
 
 
+def test_a_time_of_less_than_a_second_is_not_rounded_to_zero(clean: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    clocked, gate = Clocked(clean[1]._worker, 0.001), Gate()
+    future = rpc.rpc_async("w1", gate.enter)
+    assert gate.entered.acquire(timeout=10)
+    eventually(lambda: clocked.watchdog.check() or lines(caplog))
+    assert re.search(r"has run for (?!0 s)[\d.]+ s on", lines(caplog)[0])
+    gate.open()
+    future.wait()
+
+
 def test_each_handler_is_reported(clean: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     clocked, gate = Clocked(clean[1]._worker, 1000), Gate()
     futures = [rpc.rpc_async("w1", gate.enter) for _ in range(2)]

@@ -62,13 +62,13 @@ class Watchdog:
     def _report(self, request: RunningRequest) -> None:
         stack = request.format_stack()
         logger.warning(
-            "worker %s: %s, called by %s, has %s for %.0f s on thread %s, longer than stuck_handler_timeout."
+            "worker %s: %s, called by %s, has %s for %s s on thread %s, longer than stuck_handler_timeout."
             " Raise that option if the function may take this long.%s",
             self._name,
             request.function,
             request.caller,
             "waited as a coroutine" if request.waits else "run",
-            request.age,
+            format(request.age, ".0f" if request.age >= 10 else ".2g"),
             request.thread,
             f" It is at:\n{stack}" if stack else "",
         )
