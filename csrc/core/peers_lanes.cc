@@ -33,14 +33,14 @@ void Peers::open_lanes(const ConnectionPtr& c) {
 void Peers::open_lane(const ConnectionPtr& c) {
   try {
     const std::string address = c->link->describe();
+    auto link = find_transport(address)->connect(address, parts_.settings.security);
     Handshake handshake =
         Handshake::initiate(parts_.settings.handshake, c->handshake.peer(), {}, Purpose::kLane, c->handshake.link());
     const Handshake::Step hello = handshake.begin();
     ConnectionPtr lane;
     {
-      Lock lock(parts_.mutex);  // a fork closes the descriptor in the child only if it finds the connection
+      Lock lock(parts_.mutex);
       if (parts_.is_stopping() || !has_connection(c->id)) return;  // `stop` or `close_connection` would miss it
-      auto link = find_transport(address)->connect(address, parts_.settings.security);
       lane = add_connection(std::move(link), std::move(handshake), true);
       lane->lane_of = c;
       lane->peer = c->peer;

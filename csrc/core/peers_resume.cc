@@ -146,27 +146,33 @@ void Peers::schedule_attempt(const ConnectionPtr& c) {
 void Peers::dial_again(const ConnectionPtr& c) {
   ConnectionPtr next;
   std::optional<Handshake::Step> hello;
+  std::unique_ptr<Link> link;
   bool refused = false;
   try {
-    Lock lock(parts_.mutex);  // a fork closes the descriptor in the child only if it finds the connection
-    c->dialing = false;
-    if (!may_attempt(*c)) return;  // the session has ended meanwhile
     const std::string address = c->link->describe();
-    auto link = find_transport(address)->connect(address, parts_.settings.security);
-    Handshake handshake =
-        Handshake::initiate(parts_.settings.handshake, c->handshake.peer(),
-                            {.number = c->resumption.dial(), .previous = {}}, Purpose::kResume, c->handshake.link());
-    hello = handshake.begin();
-    next = add_connection(std::move(link), std::move(handshake), true);
-    next->continues = c;
-    next->peer = c->peer;
-    next->handshake_deadline = std::min(next->handshake_deadline, now() + c->silence.interval() / 2);
-    arm_timer(next->handshake_deadline);
-    c->next_link = next;
-    if (!parts_.leader.exists()) parts_.leader.watch_links();
+    link = find_transport(address)->connect(address, parts_.settings.security);
   } catch (const std::system_error& e) {
     refused = e.code().value() == ECONNREFUSED;
-  } catch (const std::exception&) {  // no memory, or no random bytes
+  } catch (const std::exception&) {  // no memory
+  }
+  try {
+    Lock lock(parts_.mutex);
+    c->dialing = false;
+    if (!may_attempt(*c)) return;  // the session has ended meanwhile
+    if (link) {
+      Handshake handshake =
+          Handshake::initiate(parts_.settings.handshake, c->handshake.peer(),
+                              {.number = c->resumption.dial(), .previous = {}}, Purpose::kResume, c->handshake.link());
+      hello = handshake.begin();
+      next = add_connection(std::move(link), std::move(handshake), true);
+      next->continues = c;
+      next->peer = c->peer;
+      next->handshake_deadline = std::min(next->handshake_deadline, now() + c->silence.interval() / 2);
+      arm_timer(next->handshake_deadline);
+      c->next_link = next;
+      if (!parts_.leader.exists()) parts_.leader.watch_links();
+    }
+  } catch (const std::exception&) {  // no random bytes
   }
   if (!next) return on_attempt_failed(c, refused);
   parts_.sender.transmit(next, frame(*hello));
