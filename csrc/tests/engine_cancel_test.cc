@@ -1,4 +1,6 @@
 // Cancellation: by the caller, by a deadline, and by the loss of the caller.
+#include <functional>
+
 #include "tests/workers.h"
 
 namespace telegrad::test {
@@ -189,18 +191,23 @@ CASE_ON_EVERY_SCHEME(an_expired_request_does_not_run) {
   introduce({&a, &b}, scheme);
   a.start(1, 0, {.tag = kHold});
   b.handled.wait_for(1);
-  const Completion o = a.call(1, {.timeout = 5 * kMillisecond});
-  CHECK(o.status == CallStatus::kTimedOut);
-  CHECK_EQ(o.why, "queued");
-  b.left_out.wait_for(1);
-  const Completion pooled = [&] {
-    a.start(1, 1, {.timeout = 5 * kMillisecond});
-    a.completion_count.wait_for(1);
-    return std::move(a.completions.at(1));
-  }();
-  CHECK(pooled.status == CallStatus::kTimedOut);
-  CHECK_EQ(pooled.why, "queued");
-  b.left_out.wait_for(2);
+  int expired = 0;
+  const auto expire = [&](const std::function<Completion()>& call) {
+    Completion o;
+    do {  // a busy machine may not say in time how far the call has come
+      o = call();
+      CHECK(o.status == CallStatus::kTimedOut);
+      b.left_out.wait_for(++expired);
+    } while (o.why == "unknown");
+    CHECK_EQ(o.why, "queued");
+  };
+  expire([&] { return a.call(1, {.timeout = 5 * kMillisecond}); });
+  int pooled = 0;
+  expire([&] {
+    a.start(1, ++pooled, {.timeout = 5 * kMillisecond});
+    a.completion_count.wait_for(pooled);
+    return std::move(a.completions.at(pooled));
+  });
   b.release.set();
   CHECK_EQ(body_of(a.call(1, {.body = "next"})), "next");
   CHECK_EQ(b.handled.value(), 2);
