@@ -24,6 +24,11 @@ def test_all_values_in_order() -> None:
     assert wait_all([]) == []
 
 
+def test_iterators_are_read_once() -> None:
+    assert wait_all(done(i) for i in range(3)) == [0, 1, 2]
+    assert wait_all(map(done, range(3))) == [0, 1, 2]
+
+
 def test_first_error_ends_the_wait_and_keeps_its_type() -> None:
     never, failing = CallFuture._of(), CallFuture._of()
     threading.Timer(0.01, failing.set_exception, [KeyError("k")]).start()

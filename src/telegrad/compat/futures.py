@@ -5,6 +5,7 @@ It returns at the first error. Torch's own does so only for errors set by C++ co
 type. So torch's ``wait_all`` would wait for all other futures before it raised.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch.futures
@@ -18,11 +19,12 @@ __all__ = ["wait_all"]
 _torch_wait_all = torch.futures.wait_all
 
 
-def wait_all(futures: list[Future[Any]]) -> list[Any]:
+def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
     """Wait for all futures, as `telegrad.rpc.wait_all` does.
 
     If none of the futures is Telegrad's, torch's own function waits.
     """
-    if not any(isinstance(future, CallFuture) for future in futures):
-        return _torch_wait_all(futures)
-    return _wait_all(futures)
+    given = list(futures)
+    if not any(isinstance(future, CallFuture) for future in given):
+        return _torch_wait_all(given)
+    return _wait_all(given)
