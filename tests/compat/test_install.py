@@ -166,14 +166,18 @@ def test_everything_is_restored() -> None:
     compat.uninstall()
 
 
-def test_wait_all_is_replaced_only_while_installed() -> None:
+@pytest.mark.parametrize("name", ["collect_all", "wait_all"])
+def test_functions_of_futures_are_replaced_only_while_installed(name: str) -> None:
     """An import of the replacements alone changes nothing."""
-    assert torch.futures.wait_all.__module__ == "torch.futures"
+    assert getattr(torch.futures, name).__module__ == "torch.futures"
     for _ in range(2):
         compat.install()
-        assert torch.futures.wait_all is telegrad.compat.futures.wait_all
+        assert getattr(torch.futures, name) is getattr(telegrad.compat.futures, name)
         compat.uninstall()
-        assert torch.futures.wait_all.__module__ == "torch.futures"
+        assert getattr(torch.futures, name).__module__ == "torch.futures"
+
+
+def test_torch_waits_for_its_own_futures() -> None:
     parent: torch.futures.Future[int] = torch.futures.Future()
     parent.set_result(1)
     compat.install()

@@ -1,5 +1,6 @@
-"""wait_all leaves at the first error, whichever kind of future it is in."""
+"""wait_all and collect_all end at the first error of any future."""
 
+import logging
 import threading
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from torch.futures import Future
 
-from telegrad.compat.futures import wait_all
+from telegrad.compat.futures import collect_all, wait_all
 from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.unread_failures import log_unread
 
 
 def done(value: Any) -> CallFuture:
@@ -55,6 +57,51 @@ def test_several_errors_are_decided_once() -> None:
 def test_torchs_futures_alone_use_torchs_wait_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("telegrad.compat.futures._torch_wait_all", lambda futures: "torch's")
     assert wait_all([Future()]) == "torch's"  # type: ignore[comparison-overlap]
+
+
+def test_all_futures_are_collected_in_order() -> None:
+    plain: Future[int] = Future()
+    late = CallFuture._of()
+    given = [done(1), plain, late]
+    collected = collect_all(iter(given))
+    values = collected.then(lambda future: [each.wait() for each in future.value()])
+    plain.set_result(2)
+    assert not collected.done()
+    late.set_result(3)
+    assert values.wait() == [1, 2, 3]
+    assert all(mine is theirs for mine, theirs in zip(collected.wait(), given, strict=True))
+
+
+def test_collected_futures_fail_with_the_first_error() -> None:
+    never, failing = CallFuture._of(), CallFuture._of()
+    collected = collect_all([done(1), never, failing])
+    seen = collected.then(lambda future: future.done())
+    failing.set_exception(KeyError("k"))
+    assert collected.done()
+    assert seen.wait()
+    with pytest.raises(KeyError, match="k"):
+        collected.wait()
+    never.set_exception(ValueError("later"))
+    with pytest.raises(ValueError, match="later"):
+        wait_all([CallFuture._of(), collect_all([CallFuture._of(), never, collected])])
+
+
+def test_collected_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    futures = [CallFuture._of() for _ in range(3)]
+    collected = collect_all(futures)
+    for future in futures:
+        future.set_exception(KeyError("k"))
+    del future, futures, collected
+    with caplog.at_level(logging.WARNING, "telegrad"):
+        log_unread()
+    assert [record.getMessage() for record in caplog.records] == [
+        "a call failed, and the program did not read its future: KeyError: 'k'"
+    ]
+
+
+def test_torchs_futures_alone_use_torchs_collect_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telegrad.compat.futures._torch_collect_all", lambda futures: "torch's")
+    assert collect_all([Future()]) == "torch's"  # type: ignore[comparison-overlap]
 
 
 def test_torch_still_lacks_this() -> None:

@@ -28,6 +28,7 @@ NAMES: Final = {
     ("torch.distributed.optim", "DistributedOptimizer"): "telegrad.compat.optim",
     ("torch.distributed.nn", "RemoteModule"): "telegrad.compat.nn",
     ("torch.nn.parallel.distributed", "RRef"): "telegrad.compat.rpc",
+    ("torch.futures", "collect_all"): "telegrad.compat.futures",
     ("torch.futures", "wait_all"): "telegrad.compat.futures",
 }
 """Names of other modules of torch, most of them copied from those at import, and the modules that replace them."""

@@ -163,7 +163,7 @@ class CallFuture(torch.futures.Future[T]):
     def _cancel(self) -> bool:
         if self._cancel_work is not None:
             return self._cancel_work()
-        calls = getattr(self, "_calls", None) or self._parent_calls
+        calls = self._logging_calls()
         call = self._call_id() or self._parent_call
         return bool(call) and calls is not None and calls.client.cancel(call)
 
@@ -202,7 +202,7 @@ class CallFuture(torch.futures.Future[T]):
         child: CallFuture[S] = CallFuture(NO_DEVICES)
         child._request = (-1, callback, 0)
         child._has_parent = True
-        child._parent_calls = getattr(self, "_calls", None) or self._parent_calls
+        child._parent_calls = self._logging_calls()
         child._parent_call = self._call_id() or self._parent_call
         child._cancel_work = self._cancel_work
         child._is_of_handler = self._is_of_handler
@@ -314,9 +314,13 @@ class CallFuture(torch.futures.Future[T]):
         torch._C.Future.set_result(self, cast("T", result))
 
     def _failed(self, error: BaseException) -> Failure:
-        calls = getattr(self, "_calls", None) or self._parent_calls
+        calls = self._logging_calls()
         read = self._read or _is_cancellation(error)  # the program knows
         return Failure(error, read, getattr(self, "_request", None), "read its future", calls)
+
+    def _logging_calls(self) -> WorkerCalls | None:
+        """Return the Calls of the worker that logs a failure, if there is one."""
+        return getattr(self, "_calls", None) or self._parent_calls
 
     def _set_sent(self, call: int) -> None:
         """Set the id of the call, which has been sent."""
@@ -352,7 +356,7 @@ class CallFuture(torch.futures.Future[T]):
 
     def _require_parent(self) -> None:
         """Raise NotInitialized in a forked child: no thread completes the call."""
-        calls = getattr(self, "_calls", None) or self._parent_calls
+        calls = self._logging_calls()
         client = None if calls is None else calls.client
         if isinstance(client, ClosedEngine) and client.is_inherited:
             client.wait()

@@ -2,19 +2,21 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
 from torch.futures import Future
 
+from telegrad import _core
 from telegrad.errors import NotInitialized
 from telegrad.serialize.tracebacks import strip_own_frames
 from telegrad.waits import wait_for
 from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.future import CallFuture
 
-__all__ = ["wait_all"]
+__all__ = ["failure_of", "on_first_failure", "wait_all"]
 
 T = TypeVar("T")
 
@@ -111,33 +113,52 @@ def _first_failure(futures: list[Future[T]]) -> Future[T] | None:
     if not futures:
         return None
     decided = threading.Event()
-    failed: Future[T] | None = None
+    first: Future[T] | None = None
+
+    def decide(failed: Future[T] | None) -> None:
+        nonlocal first
+        first = failed
+        decided.set()
+
+    on_first_failure(futures, decide)
+    wait_for(decided)
+    return first
+
+
+def on_first_failure(futures: list[Future[T]], decide: Callable[[Future[T] | None], None]) -> None:
+    """Run a function once: when a future has failed, or when all have succeeded.
+
+    Args:
+        futures: The futures, at least one.
+        decide: Gets the first failed future, or None. Runs in the thread that completes the last future it needs.
+    """
     lock = threading.Lock()
     left = len(futures)
 
-    def completed(future: Future[T]) -> None:
-        nonlocal failed, left
-        failure = future if _has_failed(future) else None
+    def completed(future: Future[T], _: object) -> None:
+        nonlocal left
+        has_failed = failure_of(future) is not None
         with lock:
             if left <= 0:
                 return  # decided already
-            failed = failure
-            left = 0 if failure is not None else left - 1
+            left = 0 if has_failed else left - 1
             if left:
                 return
-        decided.set()
+        decide(future if has_failed else None)
 
     for future in futures:
-        _add_done_callback(future, lambda _, future=future: completed(future))
-    wait_for(decided)
-    return failed
+        _add_done_callback(future, _core.shielded(partial(completed, future)))
 
 
-def _has_failed(future: Future[T]) -> bool:
+def failure_of(future: Future[T]) -> BaseException | None:
+    """Return the exception of a future that is done, if any.
+
+    The failure of a call still counts as unread.
+    """
     if isinstance(future, CallFuture):
-        return future.failure() is not None
+        return future.failure()
     try:
         future.value()
-    except BaseException:
-        return True
-    return False
+    except BaseException as error:
+        return error
+    return None
