@@ -220,6 +220,7 @@ void Preparer::read_scope(PreparedCall& call, Nanos timeout) const {
   if (call.context.is(autograd_.plain()) && !returns(is_grad_enabled_, Py_True)) call.context = nb::none();
   if (!call.in_scope) return;
   call.depth = static_cast<std::uint32_t>(PyLong_AsLong(PyTuple_GET_ITEM(scope.ptr(), wire::ScopeField::kDepth)));
+  if (PyTuple_GET_ITEM(scope.ptr(), wire::ScopeField::kLimitsCalls) != Py_True) return;
   const Nanos deadline = nb::cast<Nanos>(nb::handle(PyTuple_GET_ITEM(scope.ptr(), wire::ScopeField::kDeadline)));
   if (deadline == 0) return;
   const Nanos left = std::max<Nanos>(deadline - now(), 1);

@@ -12,7 +12,8 @@ ScopeSetter::ScopeSetter(nb::object worker, nb::object type, nb::object current,
     : worker_(std::move(worker)),
       type_(std::move(type)),
       current_(std::move(current)),
-      in_callbacks_(std::move(in_callbacks)) {}
+      in_callbacks_(std::move(in_callbacks)),
+      limits_calls_(nb::cast<bool>(worker_.attr("options").attr("inherit_from_caller"))) {}
 
 void ScopeSetter::set(PyObject* scope) const {
   thread_local bool is_set = false;
@@ -41,6 +42,7 @@ void ScopeSetter::enter_request(Nanos deadline, const nb::object& context, std::
   PyTuple_SET_ITEM(scope.ptr(), Field::kConnection, over);
   PyTuple_SET_ITEM(scope.ptr(), Field::kCall, id);
   PyTuple_SET_ITEM(scope.ptr(), Field::kChain, nb::int_(0).release().ptr());
+  PyTuple_SET_ITEM(scope.ptr(), Field::kLimitsCalls, nb::bool_(limits_calls_).release().ptr());
   set(scope.ptr());
 }
 

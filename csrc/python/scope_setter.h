@@ -14,7 +14,8 @@ namespace nb = nanobind;
 class ScopeSetter {
  public:
   ScopeSetter() = default;
-  /// `current`: the ContextVar; `type`: Scope; `in_callbacks`: the scope of callbacks of the pool.
+  /// `current`: the ContextVar; `type`: Scope; `in_callbacks`: the scope of callbacks of the pool. The option
+  /// `inherit_from_caller` of the worker decides whether the deadline of a request limits its calls.
   ScopeSetter(nb::object worker, nb::object type, nb::object current, nb::object in_callbacks);
 
   /// Leaves the scope of this thread.
@@ -31,6 +32,7 @@ class ScopeSetter {
   void set(PyObject* scope) const;
 
   nb::object worker_, type_, current_, in_callbacks_;
+  bool limits_calls_ = true;
 };
 
 }  // namespace telegrad::python

@@ -125,7 +125,8 @@ struct ScopeField {
   static constexpr int kConnection = 5;
   static constexpr int kCall = 6;
   static constexpr int kChain = 7;
-  static constexpr int kCount = 8;
+  static constexpr int kLimitsCalls = 8;
+  static constexpr int kCount = 9;
 };
 
 /// Kind of a node in the walk of an autograd graph.

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
+from telegrad.errors import is_drop_in
 from telegrad.wire import ALWAYS_TAKEN
 
 logger: logging.Logger = logging.getLogger("telegrad")
@@ -186,10 +187,19 @@ def _check_number(row: dataclasses.Field[Any], value: Any) -> None:
         raise ValueError(f"{text}: at most {most:,}")
 
 
-def _option(default: Any, meaning: str, *, env: str = "", unit: str = "", shown: bool = True) -> Any:
-    """Return one row of the table; ``shown`` is False for secrets."""
+def _option(
+    default: Any, meaning: str, *, env: str = "", unit: str = "", shown: bool = True, in_drop_in: Any = None
+) -> Any:
+    """Return one row of the table.
+
+    ``shown`` is False for secrets; ``in_drop_in`` is the default under the drop-in, if that differs.
+    """
     facts = {"default": default, "meaning": meaning, "env": env, "unit": unit}
-    return field(default_factory=lambda: _from_environment(default, env), repr=shown, metadata=facts)
+
+    def given() -> Any:
+        return _from_environment(default if in_drop_in is None or not is_drop_in() else in_drop_in, env)
+
+    return field(default_factory=given, repr=shown, metadata=facts)
 
 
 def _from_environment(default: Any, variable: str) -> Any:
@@ -496,6 +506,14 @@ class Options(RpcBackendOptions):
         "whether calls outside of autograd contexts record tensors that require grad, so that ``loss.backward()``"
         " continues on the other workers and adds to their ``.grad``; see `telegrad.autograd.plain`",
         env="TELEGRAD_PLAIN_BACKWARD",
+    )
+    inherit_from_caller: bool = _option(
+        True,
+        "whether a function that this worker runs for a caller has the caller's deadline, which limits the calls that"
+        " the function makes, and the ``no_grad``, inference mode and autocast of the caller; False by default"
+        " under the drop-in, as in torch",
+        env="TELEGRAD_INHERIT_FROM_CALLER",
+        in_drop_in=False,
     )
     faults: str | None = _option(
         None, "rules of faults, for tests: a `telegrad.testing.faults.Plan`", env="TELEGRAD_FAULTS"

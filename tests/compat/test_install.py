@@ -21,6 +21,7 @@ import telegrad.optim.local
 import telegrad.rpc
 from telegrad import compat
 from telegrad.compat.redirect import MODULES
+from telegrad.options import Options, as_options
 from telegrad.testing import cluster
 
 CHANGED = (
@@ -244,3 +245,15 @@ def test_a_star_import_hides_no_builtin() -> None:
     for package in (telegrad.rpc, telegrad.compat.rpc):
         assert not set(dir(builtins)) & set(package.__all__)
         assert package.map is telegrad.rpc.map
+
+
+@pytest.mark.usefixtures("installed")
+def test_default_of_inherit_from_caller_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not Options().inherit_from_caller
+    assert not as_options(torch.distributed.rpc.TensorPipeRpcBackendOptions()).inherit_from_caller
+    assert Options(inherit_from_caller=True).inherit_from_caller
+    monkeypatch.setenv("TELEGRAD_INHERIT_FROM_CALLER", "1")
+    assert as_options(None).inherit_from_caller
+    compat.uninstall()
+    monkeypatch.delenv("TELEGRAD_INHERIT_FROM_CALLER")
+    assert Options().inherit_from_caller

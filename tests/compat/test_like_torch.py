@@ -1,7 +1,9 @@
 """References and graphs print as with torch's own RPC."""
 
 import importlib
+import queue
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +86,44 @@ def print_graph(rank: int, n: int, init_method: str, package: str) -> list[Any]:
     return printed
 
 
+may_go_on = threading.Event()
+ended: "queue.SimpleQueue[bool]" = queue.SimpleQueue()
+
+
+def call_late(package: str) -> None:
+    """Call after the timeout of the caller."""
+    assert may_go_on.wait(30)
+    ended.put(importlib.import_module(f"{package}.rpc").rpc_sync("w0", echo, (True,)))
+
+
+def go_on() -> list[bool]:
+    may_go_on.set()
+    return [ended.get(timeout=30) for _ in range(2)]
+
+
+def modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+
+
+def run_without_caller(rank: int, n: int, init_method: str, package: str) -> list[Any]:
+    """Return what functions see of their caller's deadline and torch state."""
+    if package == "telegrad.compat":
+        sys.modules["torch.distributed.rpc"] = importlib.import_module("telegrad.compat.rpc")
+    rpc = join(package, rank, n, init_method)
+    found: list[Any] = []
+    if rank == 0:
+        created = rpc.remote("w1", call_late, (package,), timeout=0.1)
+        with pytest.raises(RuntimeError, match="set timeout"):
+            rpc.rpc_sync("w1", call_late, (package,), timeout=0.1)
+        found += rpc.rpc_sync("w1", go_on)
+        del created
+        for mode in (torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)):
+            with mode():
+                found += [rpc.rpc_sync("w1", modes), rpc.remote("w1", modes).to_here()]
+    rpc.shutdown()
+    return found
+
+
 def raise_errors(rank: int, n: int, init_method: str, package: str) -> list[list[str]]:
     """Return the classes of Python of each error."""
     found = []
@@ -104,6 +144,12 @@ def raise_errors(rank: int, n: int, init_method: str, package: str) -> list[list
     note(lambda: rpc.rpc_sync(1.5, echo, (1,)))
     rpc.shutdown()
     return found
+
+
+def test_functions_do_not_inherit_deadline_and_torch_state() -> None:
+    torchs, ours = (processes(2, run_without_caller, package, method="fork")[0] for package in PACKAGES)
+    assert torchs == [True, True, *[(True, False, False)] * 6]
+    assert ours == torchs
 
 
 def test_wrong_names_raise_errors_of_the_same_classes() -> None:

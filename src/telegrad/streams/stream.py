@@ -258,7 +258,8 @@ def open_stream(
     if scope is not None:  # without `_replace`, which takes a microsecond
         autograd = None if caller_flags() else scope.autograd
         depth = max(scope.depth, 1)
-        scope = Scope(worker, scope.deadline, depth, False, autograd, scope.connection, scope.call)
+        connection, call, limits = scope.connection, scope.call, scope.limits_calls
+        scope = Scope(worker, scope.deadline, depth, False, autograd, connection, call, limits_calls=limits)
     label = function if isinstance(function, str) else name_of(function)
     reader = Receiver(worker, to, label, worker.calls.timeout(timeout), prefetch, scope)
     stream: Stream[Any] = Stream(reader)  # closes the stream if a signal handler raises before the program gets it

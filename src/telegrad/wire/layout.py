@@ -74,6 +74,7 @@ class ScopeField(IntEnum):
     CONNECTION = 5
     CALL = 6
     CHAIN = 7
+    LIMITS_CALLS = 8
 
 
 class NodeKind(IntEnum):

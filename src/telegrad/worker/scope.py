@@ -48,6 +48,7 @@ class Scope(NamedTuple):
     connection: int = 0  # connection of the running request
     call: int = 0  # its id on this connection
     chain: int = 0  # call chain outside of autograd contexts to which the code belongs; negative, 0: none
+    limits_calls: bool = True  # the deadline also applies to the calls that the code makes
 
 
 Autocast: TypeAlias = tuple[tuple[str, str], ...] | None  # see `caller_state`
@@ -66,7 +67,7 @@ _NO_CACHE = ("cache", "off")  # among the (device, dtype) pairs of a message
 
 def remaining(timeout: int, scope: Scope | None) -> int:
     """Return a call's timeout in ns (0: none), limited by the scope's deadline."""
-    if scope is None or not scope.deadline:
+    if scope is None or not scope.deadline or not scope.limits_calls:
         return timeout
     left = max(scope.deadline - time.monotonic_ns(), 1)
     return min(timeout, left) if timeout else left

@@ -180,7 +180,8 @@ class PassTask:
         scope = current.get()
         if scope is None or scope.autograd is not self.context:  # calls of hooks belong to the context
             request = scope is not None and scope.request
-            current.set(Scope(manager.worker, self.deadline, 1, request, self.context))
+            limits = manager.worker.options.inherit_from_caller
+            current.set(Scope(manager.worker, self.deadline, 1, request, self.context, limits_calls=limits))
         if self.root != manager.worker_id:
             manager.active_tasks.add(self)
         try:

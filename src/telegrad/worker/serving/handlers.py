@@ -238,7 +238,7 @@ class Handlers:
         assert waiting is not None
         deferred = self._defer(info, function)
         if isinstance(waiting, Coroutine):
-            flags, autocast = (0, None) if slow is None else (slow.flags, slow.metadata.autocast)
+            flags, autocast = (0, None) if slow is None else (slow.handler_flags, slow.handler_autocast)
             deferred.begin(
                 self.loop.run(
                     waiting, current.get(), flags, autocast, info.recording,

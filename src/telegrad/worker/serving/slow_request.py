@@ -13,7 +13,7 @@ from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.encoded import CallMetadata
 from telegrad.worker.calls.interceptors import is_internal
-from telegrad.worker.scope import current, enter_chain, handler_state
+from telegrad.worker.scope import Autocast, current, enter_chain, handler_state
 from telegrad.worker.serving.intercepted import Ended, InterceptedHandler
 from telegrad.worker.serving.request_info import RequestInfo
 
@@ -45,6 +45,9 @@ class SlowRequest:
         self.flags = flags
         self.has_state: bool = bool(flags & _STATE)
         self.metadata = metadata
+        inherits = handlers.worker.options.inherit_from_caller
+        self.handler_flags: int = flags & _STATE if inherits else 0  # torch's state of the handler, with its autocast
+        self.handler_autocast: Autocast = metadata.autocast if inherits else None
         self._handlers = handlers
         self._body = body
         self._segments = segments
@@ -71,8 +74,8 @@ class SlowRequest:
         kind, peer = "call" if info.target is None else "remote", handlers.worker.members.name_of(info.peer)
 
         def run_coroutine(coroutine: Coroutine[Any, Any, object], ended: Ended) -> Callable[[], None]:
-            scope, autocast = current.get(), self.metadata.autocast
-            return handlers.loop.run(coroutine, scope, self.flags, autocast, self.recording, ended)
+            flags, autocast = self.handler_flags, self.handler_autocast
+            return handlers.loop.run(coroutine, current.get(), flags, autocast, self.recording, ended)
 
         headers = self.metadata.headers
         return InterceptedHandler(handlers.interceptors.chain, function, kind, peer, left, headers, run_coroutine)
@@ -92,8 +95,8 @@ class SlowRequest:
             guard = autograd.handler_guard(self.context, self._chain)
             if guard is not None:
                 self._guard.enter_context(guard)
-        if self.flags & _STATE or self.metadata.autocast:
-            self._state.enter_context(handler_state(self.flags, self.metadata.autocast))
+        if self.handler_flags or self.handler_autocast:
+            self._state.enter_context(handler_state(self.handler_flags, self.handler_autocast))
 
     def decode(self) -> Any:
         """Return the body: ([function,] args, kwargs[, local id to keep][, receiver])."""
