@@ -261,3 +261,23 @@ def test_a_worker_with_a_list_names_only_what_it_exposes() -> None:
                 getattr(made, name)
         with pytest.raises(NotExposed):
             RemoteModule("w1", Model).enc(1)
+
+
+HELPERS = ("_sync", "_async", "_change", "_make", "_place", "_adopt", "_remote_methods")
+
+
+class Private(nn.Module):
+    """Module with methods that have common names of helpers."""
+
+
+for _name in HELPERS:
+    setattr(Private, _name, lambda self, name=_name: name)
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_methods_with_names_of_helpers(name: str) -> None:
+    with cluster(2) as group, group[0]:
+        module = RemoteModule("w1/cpu", Private)
+        again = RemoteModule.init_from_module_rref("w1", module.module_rref)
+        assert getattr(module, name)() == getattr(again, name)() == name
+        del module, again

@@ -192,6 +192,26 @@ def test_a_proxy_cannot_be_sent(w: Cluster, kind: str) -> None:
             use()
 
 
+class Private:
+    def _run(self, x: int) -> int:
+        return x + 1
+
+    def _kind(self, x: int) -> int:
+        return x + 2
+
+    def _timeout(self, x: int) -> int:
+        return x + 3
+
+    def _rref(self, x: int) -> int:
+        return x + 4
+
+
+def test_private_methods_of_a_value(w: Cluster) -> None:
+    rref = w[0].remote("w1", Private)
+    for proxy in (rref.rpc_sync(), rref.rpc_sync(5)):
+        assert [proxy._run(0), proxy._kind(0), proxy._timeout(0), proxy._rref(0)] == [1, 2, 3, 4]
+
+
 def test_a_proxy_without_a_reference_has_no_attributes() -> None:
     proxy: Any = RRefProxy.__new__(RRefProxy)
     with pytest.raises(AttributeError, match="_rref"):

@@ -91,13 +91,13 @@ class _RemoteModule(_ours.RemoteModule):
         _module_interface_cls: object = None,
     ) -> None:
         nn.Module.__init__(self)
-        self._place(remote_device, _ours._worker().info.name)
+        _ours.place(self, remote_device, _ours._worker().info.name)
         interface = _module_interface_cls
         if interface is not None and not getattr(interface, "__torch_script_interface__", False):
             raise ValueError(
                 f"module_interface_cls {interface} must be a type object decorated by @torch.jit.interface"
             )
-        self._make(module_cls, args, kwargs, interface)
+        _ours.make(self, module_cls, args, kwargs, interface)
         self._generate()
 
     def _generate(self) -> None:
@@ -115,7 +115,7 @@ class _RemoteModule(_ours.RemoteModule):
         """
         made = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(made)
-        made._adopt(remote_device, module_rref)
+        _ours.adopt(made, remote_device, module_rref)
         made._generate()
         return made
 

@@ -24,7 +24,7 @@ from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.messages import is_serializing
 from telegrad.worker.default_worker import current_worker
 
-__all__ = ["PICKLE", "RemoteModule", "refuse"]
+__all__ = ["PICKLE", "RemoteModule", "adopt", "make", "place", "refuse"]
 
 R = TypeVar("R")
 
@@ -36,7 +36,10 @@ _CHILDREN = (
     " ``state_dict()``, to ``save`` and `telegrad.optim.load_checkpoint`: ``get_model_state_dict`` reads local modules."
 )
 _METADATA = "of the remote module"
-_SENT = ("on", "device", "is_device_map_set", "is_scriptable", "training", "module_rref", "_remote_methods")
+_SENT = (
+    *("on", "device", "is_device_map_set", "is_scriptable", "training", "module_rref"),
+    "_RemoteModule__remote_methods",
+)
 
 
 def refuse(name: str, why: str = "") -> NoReturn:
@@ -96,7 +99,7 @@ class RemoteModule(NoOwnParameters):
     is_scriptable: bool
     is_device_map_set: bool
     module_rref: RRef[nn.Module]
-    _remote_methods: Sequence[str] | None = None  # the methods by the class of the module; None if it is unknown
+    __remote_methods: Sequence[str] | None = None  # the methods by the class of the module; None if it is unknown
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Give the `forward` of a subclass the calls of the remote module's."""
@@ -113,24 +116,9 @@ class RemoteModule(NoOwnParameters):
         kwargs: Kwargs = None,
     ) -> None:
         super().__init__()
-        self._place(remote_device, _worker().info.name)
-        self._make(module_cls, args, kwargs, None)
-        self._remote_methods = _methods_of(class_made_by(module_cls))
-
-    def _place(self, remote_device: str | torch.device, otherwise: str) -> None:
-        """Set the module's location; `otherwise` is the default worker."""
-        worker = _worker()
-        place = placement_of(remote_device)
-        self.on = otherwise if place.on is None else place.on
-        self.device = str(place.device)
-        worker.members.resolve(self.on)  # raises the error of an unknown worker before a request is made
-        self.is_device_map_set = False
-        self.is_scriptable = False
-
-    def _make(self, module_cls: object, args: Args, kwargs: Kwargs, interface: object) -> None:
-        kind = _worker().calls.name_or_function(module_cls)
-        arguments = (kind, *checked_arguments(args, kwargs), self.device, interface)
-        self.module_rref = rpc.remote(self.on, owner.make_module, arguments)
+        place(self, remote_device, _worker().info.name)
+        make(self, module_cls, args, kwargs, None)
+        self.__remote_methods = _methods_of(class_made_by(module_cls))
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str | torch.device, module_rref: RRef[nn.Module]) -> Self:
@@ -145,16 +133,12 @@ class RemoteModule(NoOwnParameters):
         """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._adopt(remote_device, module_rref)
-        made._remote_methods = _methods_of(class_made_by(known_class(module_rref)))
+        adopt(made, remote_device, module_rref)
+        made.__remote_methods = _methods_of(class_made_by(known_class(module_rref)))
         named, real = _worker().members.resolve(made.on), module_rref.owner()
         if named.id != real.id:
             raise ValueError(f"the module of {module_rref!r} is on worker {real.name}, not on {named.name}")
         return made
-
-    def _adopt(self, remote_device: str | torch.device, module_rref: RRef[nn.Module]) -> None:
-        self._place(remote_device, module_rref.owner_name())
-        self.module_rref = module_rref
 
     # ---- running the module
 
@@ -173,15 +157,9 @@ class RemoteModule(NoOwnParameters):
         Hooks registered on this object do not run: only calling the object runs them.
         """
         if needs_moves(self.device):
-            return self._async(owner.forward_on_device, self.device, self.is_device_map_set, args, kwargs)
+            return _async(self, owner.forward_on_device, self.device, self.is_device_map_set, args, kwargs)
         future: CallFuture[Any] = self.module_rref.rpc_async().__call__(*args, **kwargs)
         return future
-
-    def _async(self, function: Callable[..., R], *args: object) -> CallFuture[R]:
-        return rpc.rpc_async(self.module_rref.owner_id, function, (self.module_rref, *args))
-
-    def _sync(self, function: Callable[..., R], *args: object) -> R:
-        return rpc.rpc_sync(self.module_rref.owner_id, function, (self.module_rref, *args))
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the remote module: a method, or a copy of a value."""
@@ -191,15 +169,15 @@ class RemoteModule(NoOwnParameters):
             return super().__getattr__(name)  # a module or parameter of this object
         except AttributeError:
             pass
-        if self._remote_methods is not None and name in self._remote_methods:
+        if self.__remote_methods is not None and name in self.__remote_methods:
             return ModuleMethod(self, name)
         check_blocking(
             f"reading {name!r} of a remote module, from the owner,",
             f"`await module.module_rref.call().{name}(...)` for a method, and read values in an ordinary function",
         )
-        kind, value, methods = self._sync(owner.read_member, name, self._remote_methods is None)
-        if self._remote_methods is None:
-            self._remote_methods = methods
+        kind, value, methods = _sync(self, owner.read_member, name, self.__remote_methods is None)
+        if self.__remote_methods is None:
+            self.__remote_methods = methods
         if kind == AttributeInfo.METHOD:
             return ModuleMethod(self, name)
         if kind == AttributeInfo.VALUE:
@@ -220,7 +198,7 @@ class RemoteModule(NoOwnParameters):
         Args:
             recurse: include parameters of submodules.
         """
-        references: list[RRef[nn.Parameter]] = self._sync(owner.parameters_of, recurse)
+        references: list[RRef[nn.Parameter]] = _sync(self, owner.parameters_of, recurse)
         return references
 
     def get_module_rref(self) -> RRef[nn.Module]:
@@ -241,7 +219,7 @@ class RemoteModule(NoOwnParameters):
         made = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(made)
         made.__dict__.update({name: getattr(self, name) for name in _SENT})
-        made.module_rref, made._remote_methods = self._sync(owner.submodule_of, target)
+        made.module_rref, made.__remote_methods = _sync(self, owner.submodule_of, target)
         return made
 
     def _refuse_own(self, name: str) -> NoReturn:
@@ -266,7 +244,7 @@ class RemoteModule(NoOwnParameters):
     # ---- its state
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        state, metadata = self._sync(owner.state_of, self.is_device_map_set)
+        state, metadata = _sync(self, owner.state_of, self.is_device_map_set)
         destination.update({prefix + key: value for key, value in state.items()})
         if hasattr(destination, "_metadata"):
             # The keys of a local module, and all metadata again: loading does not pass on that of submodules.
@@ -287,7 +265,7 @@ class RemoteModule(NoOwnParameters):
         mine = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         metadata = local_metadata.get(_METADATA) or (getattr(state_dict, "_metadata", None) if not prefix else None)
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        missing, unexpected, error = self._sync(owner.load_state, mine, dict(metadata or {"": local_metadata}), assign)
+        missing, unexpected, error = _sync(self, owner.load_state, mine, dict(metadata or {"": local_metadata}), assign)
         missing_keys += [prefix + key for key in missing]
         unexpected_keys += [prefix + key for key in unexpected] if strict else []
         if error:
@@ -299,15 +277,9 @@ class RemoteModule(NoOwnParameters):
 
     # ---- changes of the module
 
-    def _change(self, method: str, *args: object, **kwargs: object) -> Self:
-        device = self._sync(owner.change, method, args, kwargs)
-        if device is not None:
-            self.device = device
-        return self
-
     def train(self, mode: bool = True) -> Self:
         """Set the remote module's mode."""
-        self._change("train", mode)
+        _change(self, "train", mode)
         self.training = mode
         return self
 
@@ -331,6 +303,47 @@ class RemoteModule(NoOwnParameters):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(on={self.on!r}, device={self.device!r}, module={self.module_rref!r})"
+
+
+# The steps below are no methods of the class, which would hide methods of the remote module.
+
+
+def place(module: RemoteModule, remote_device: str | torch.device, otherwise: str) -> None:
+    """Set the module's location; `otherwise` is the default worker."""
+    worker = _worker()
+    found = placement_of(remote_device)
+    module.on = otherwise if found.on is None else found.on
+    module.device = str(found.device)
+    worker.members.resolve(module.on)  # raises the error of an unknown worker before a request is made
+    module.is_device_map_set = False
+    module.is_scriptable = False
+
+
+def make(module: RemoteModule, module_cls: object, args: Args, kwargs: Kwargs, interface: object) -> None:
+    """Create the remote module at its location."""
+    kind = _worker().calls.name_or_function(module_cls)
+    arguments = (kind, *checked_arguments(args, kwargs), module.device, interface)
+    module.module_rref = rpc.remote(module.on, owner.make_module, arguments)
+
+
+def adopt(module: RemoteModule, remote_device: str | torch.device, module_rref: RRef[nn.Module]) -> None:
+    """Set the location and the reference of a module that exists."""
+    place(module, remote_device, module_rref.owner_name())
+    module.module_rref = module_rref
+
+
+def _async(module: RemoteModule, function: Callable[..., R], *args: object) -> CallFuture[R]:
+    return rpc.rpc_async(module.module_rref.owner_id, function, (module.module_rref, *args))
+
+
+def _sync(module: RemoteModule, function: Callable[..., R], *args: object) -> R:
+    return rpc.rpc_sync(module.module_rref.owner_id, function, (module.module_rref, *args))
+
+
+def _change(module: RemoteModule, method: str, *args: object, **kwargs: object) -> None:
+    device = _sync(module, owner.change, method, args, kwargs)
+    if device is not None:
+        module.device = device
 
 
 _KINDS: dict[int, str] = {AttributeInfo.MODULE: "submodule", AttributeInfo.TENSOR: "parameter or buffer"}
@@ -368,7 +381,7 @@ _RETURN_NONE = (
 
 def _add_method(name: str, returns_self: bool) -> None:
     def method(self: RemoteModule, *args: object, **kwargs: object) -> RemoteModule | None:
-        self._change(name, *args, **kwargs)
+        _change(self, name, *args, **kwargs)
         return self if returns_self else None
 
     method.__name__, method.__qualname__ = name, f"RemoteModule.{name}"

@@ -37,7 +37,7 @@ class RRefProxy(Generic[R_co]):
         run: Runs a method, for a kind with further options.
     """
 
-    __slots__ = ("_kind", "_rref", "_run", "_timeout")
+    __slots__ = ("__kind", "__rref", "__run", "__timeout")  # mangled: any other name may be a method of the value
 
     def __init__(
         self,
@@ -46,27 +46,27 @@ class RRefProxy(Generic[R_co]):
         timeout: float = UNSET,
         run: Callable[..., Any] | None = None,
     ) -> None:
-        self._rref = rref
-        self._run = run
-        self._kind = kind if isinstance(kind, str) else _KINDS[kind.__name__]
-        self._timeout = timeout
+        self.__rref = rref
+        self.__run = run
+        self.__kind = kind if isinstance(kind, str) else _KINDS[kind.__name__]
+        self.__timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., R_co]:
         # "__dict__" is read by Dynamo; the slots are missing if the constructor has not run.
-        if name == "__dict__" or name in RRefProxy.__slots__:
+        if name == "__dict__" or name.startswith("_RRefProxy__"):
             raise AttributeError(name)
-        rref = self._rref
+        rref = self.__rref
         creation = rref._creation
         kind = None if creation is None else creation.value_class
         if kind is None and rref.is_owner():
             kind = known_class(rref)
         if kind is not None:
             _check_method(kind, name)
-        return RemoteMethod(self._run or _CALLS[self._kind], rref, name, self._timeout)
+        return RemoteMethod(self.__run or _CALLS[self.__kind], rref, name, self.__timeout)
 
     def __dir__(self) -> list[str]:
         """Return the methods of the value if this worker knows its class."""
-        kind = known_class(self._rref)
+        kind = known_class(self.__rref)
         if kind is None:
             return list(super().__dir__())
         return [name for name in dir(kind) if callable(getattr(kind, name, None))]
@@ -77,7 +77,7 @@ class RRefProxy(Generic[R_co]):
         )
 
     def __repr__(self) -> str:
-        return f"<methods of {self._rref!r}, by {self._kind}>"
+        return f"<methods of {self.__rref!r}, by {self.__kind}>"
 
 
 class RemoteMethod(partial[R]):
