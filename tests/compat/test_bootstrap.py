@@ -107,3 +107,14 @@ def test_environment_is_extended_and_not_changed() -> None:
     assert Path(bootstrap, "sitecustomize.py").is_file()
     assert child_environment(once) == once
     assert given == {"PYTHONPATH": os.pathsep.join(["/a", "/b"]), "X": "1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("", []), (":", ["", ""]), ("/a:", ["/a", ""]), (":/a", ["", "/a"]), ("/a::/b", ["/a", "", "/b"])],
+)
+def test_empty_entries_stay(given: str, expected: list[str]) -> None:
+    """An empty entry of PYTHONPATH is the current folder."""
+    once = child_environment({"PYTHONPATH": given.replace(":", os.pathsep)})
+    assert once["PYTHONPATH"].split(os.pathsep)[1:] == expected
+    assert child_environment(once) == once

@@ -101,6 +101,7 @@ def child_environment(environment: dict[str, str] | None = None) -> dict[str, st
         subprocess.run([sys.executable, "-c", program], env=compat.child_environment(), check=True)
     """
     result = dict(os.environ if environment is None else environment)
-    rest = [p for p in result.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(_BOOTSTRAP)]
+    given = result.get("PYTHONPATH")
+    rest = [p for p in given.split(os.pathsep) if p != str(_BOOTSTRAP)] if given else []  # "" is the current folder
     result["PYTHONPATH"] = os.pathsep.join([str(_BOOTSTRAP), *rest])
     return result
