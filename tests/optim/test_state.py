@@ -227,3 +227,19 @@ def test_a_state_of_another_shape(named: bool, name: str) -> None:
     ):
         optimizer.load_state_dict(wrong)
     assert_same_state(optimizer.state_dict(), saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_state_that_is_loaded_after_a_conversion(dtype: torch.dtype) -> None:
+    model, ours, local, theirs = both(optim.Adam, {"lr": 0.1})
+    model.train(ours, 0)
+    local.train(theirs, 0)
+    mine, expected = ours.state_dict(), theirs.state_dict()
+    for module in model.layers:
+        module.to(dtype)
+    for layer in local.layers:
+        layer.to(dtype)
+    ours.load_state_dict(mine)
+    theirs.load_state_dict(expected)
+    assert_same_state(ours.state_dict(), theirs.state_dict())
+    assert ours.state_dict()["state"][0]["exp_avg"].dtype == dtype

@@ -95,7 +95,7 @@ class LocalOptimizer:
         self._managed = managed(self._worker, unique)
         self._in_turn = sorted_for_locking(self._managed)
         self._shadows: list[Tensor] = [self._shadow_of[id(parameter)] for parameter in unique]
-        self._vacant = [torch.empty(0, dtype=p.dtype, device=p.device) for p in unique]
+        self._vacant = [_no_data(parameter) for parameter in unique]
 
     def add_group(self, group: Group, attempt: str = "", timeout: float = -1.0) -> None:
         """Add a parameter group. After an error there is no such group.
@@ -157,6 +157,15 @@ class LocalOptimizer:
             self.optimizer.state.pop(before[key], None)
         self._manage()
         self._vacate()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Load a state of the optimizer.
+
+        It gets the data types and devices that the parameters have now.
+        """
+        self._vacant = [_no_data(one.parameter) for one in self._managed]
+        self._vacate()
+        self.optimizer.load_state_dict(state)
 
     @property
     def optim(self) -> torch.optim.Optimizer:
@@ -290,6 +299,10 @@ def between_steps() -> AbstractContextManager[None]:
     if worker is None:
         raise NotInitialized
     return saved_tensors.between_steps(worker)
+
+
+def _no_data(parameter: Tensor) -> Tensor:
+    return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def _put(stepped: list[tuple[ManagedParameter, Tensor]]) -> None:

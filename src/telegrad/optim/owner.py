@@ -254,7 +254,7 @@ def load_state(created_on: int, local_id: int, state: dict[str, Any]) -> Options
     """Load a part's state; return the options of its groups."""
     local, timeout = _part(created_on, local_id)
     with local.exclusive(timeout):
-        local.optimizer.load_state_dict(_cloned(state, None))  # clones: received memory must not be kept
+        local.load_state(_cloned(state, None))  # clones: received memory must not be kept
     return _options(local)
 
 
