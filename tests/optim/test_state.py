@@ -243,3 +243,44 @@ def test_a_state_that_is_loaded_after_a_conversion(dtype: torch.dtype) -> None:
     theirs.load_state_dict(expected)
     assert_same_state(ours.state_dict(), theirs.state_dict())
     assert ours.state_dict()["state"][0]["exp_avg"].dtype == dtype
+
+
+class Counting(optim.SGD):
+    """Optimizer that adds an entry to its state."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+        super().load_state_dict(state_dict)
+
+
+def test_entries_that_a_class_adds_to_its_state() -> None:
+    model, ours, local, theirs = both(Counting, {"lr": 0.1}, ("w1",))
+    model.train(ours, 0)
+    local.train(theirs, 0)
+    assert ours.state_dict() == theirs.state_dict()
+    theirs.steps = 7
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state_dict()["steps"] == ours.state_dict(owner="w1")["steps"] == 7
+
+
+def test_entries_that_a_class_adds_on_several_owners() -> None:
+    model, ours, _, theirs = both(Counting, {"lr": 0.1})
+    model.train(ours, 0)
+    with pytest.raises(ValueError, match=r"'steps' in their states.*use state_dict\(owner=\.\.\.\)"):
+        ours.state_dict()
+    saved = [ours.state_dict(owner=owner) for owner in ("w1", "w2")]
+    assert [state["steps"] for state in saved] == [1, 1]
+    theirs.steps = 7
+    ours.load_state_dict(theirs.state_dict())
+    assert [ours.state_dict(owner=owner)["steps"] for owner in ("w1", "w2")] == [7, 7]
+    ours.load_state_dict(saved[0], owner="w1")
+    assert [ours.state_dict(owner=owner)["steps"] for owner in ("w1", "w2")] == [1, 7]

@@ -283,7 +283,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 owns, in the order of `param_groups`.
 
         Raises:
-            ValueError: the worker owns none of the parameters.
+            ValueError: the worker owns none of the parameters; or the class of several owners' optimizers adds entries
+                of its own, which are in the state of each owner only.
             RuntimeError: an owner is lost.
 
         Example::

@@ -11,6 +11,7 @@ __all__ = ["by_key", "check_groups", "check_shapes", "join", "split"]
 
 State = dict[str, Any]
 
+_OF_TORCH = ("state", "param_groups")
 _OF_PARAMETERS = ("params", "param_names")
 
 _OTHER_SHAPES = ("Adafactor", "LBFGS")  # torch's classes with state of other shapes than the parameters'
@@ -23,7 +24,16 @@ def join(param_groups: Sequence[Mapping[str, Any]], parts: Sequence[Part], state
         param_groups: the optimizer's groups.
         parts: its parts.
         states: each part's state.
+
+    Raises:
+        ValueError: several owners have further entries of their own.
     """
+    further = {key: value for state in states for key, value in state.items() if key not in _OF_TORCH}
+    if further and len(states) > 1:
+        raise ValueError(
+            f"the optimizers of several owners have {', '.join(map(repr, further))} in their states, which one state"
+            " cannot have: use state_dict(owner=...) and load_state_dict(..., owner=...) for each owner"
+        )
     groups = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
     entries: dict[Any, Any] = {}
     for part, state in zip(parts, states, strict=True):
@@ -35,7 +45,7 @@ def join(param_groups: Sequence[Mapping[str, Any]], parts: Sequence[Part], state
         group["params"] = list(range(first, first + len(mine["params"])))
         first += len(mine["params"])
     in_order = sorted(entries, key=lambda key: key if isinstance(key, int) else first)
-    return {"state": {key: entries[key] for key in in_order}, "param_groups": groups}
+    return {**further, "state": {key: entries[key] for key in in_order}, "param_groups": groups}
 
 
 def check_groups(param_groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
@@ -59,7 +69,10 @@ def check_groups(param_groups: Sequence[Mapping[str, Any]], state: Mapping[str, 
 
 
 def split(part: Part, state: Mapping[str, Any]) -> State:
-    """Return an owner's part of a whole state whose groups `check_groups` has checked."""
+    """Return an owner's part of a whole state whose groups `check_groups` has checked.
+
+    Every owner gets the entries that are not torch's, as an ordinary optimizer would.
+    """
     saved = state["param_groups"]
     keys = [key for group in saved for key in group["params"]]  # of the state's entries, by id
     local_ids = {whole: local for local, whole in enumerate(part.ids)}
@@ -72,7 +85,8 @@ def split(part: Part, state: Mapping[str, Any]) -> State:
     entries = by_key(state["state"], keys)
     mine = {local_ids[whole]: entries[keys[whole]] for whole in part.ids if keys[whole] in entries}
     others = {key: value for key, value in entries.items() if key not in set(keys)}  # of no parameter
-    return {"state": {**mine, **others}, "param_groups": groups}
+    further = {key: value for key, value in state.items() if key not in _OF_TORCH}
+    return {**further, "state": {**mine, **others}, "param_groups": groups}
 
 
 def by_key(entries: Mapping[Any, Any], keys: Sequence[Any]) -> dict[Any, Any]:
