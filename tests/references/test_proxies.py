@@ -13,7 +13,7 @@ import torch
 from rref_helpers import Gate, make_when_open
 
 from telegrad import rpc
-from telegrad.errors import OwnerLost, RemoteError, RpcTimeout, RRefError, SerializationError, WorkerLost
+from telegrad.errors import OwnerLost, RemoteError, RpcTimeout, RRefDeleted, RRefError, SerializationError, WorkerLost
 from telegrad.rref.proxy import RRefProxy
 from telegrad.testing import Cluster, cluster
 
@@ -232,3 +232,11 @@ def test_a_reference_of_another_worker_of_the_group(w: Cluster) -> None:
     rref = w[1].rref(5)
     with pytest.raises(RRefError, match=r"belongs to worker w1, and cannot be sent in calls of worker w0"):
         w[0].rpc_sync("w1", id, (rref,))
+
+
+def test_a_reference_of_an_earlier_membership(w: Cluster) -> None:
+    with cluster(2) as earlier:
+        rrefs = [earlier[0].rref(5), earlier[0].remote("w1", Model)]
+    for rref in rrefs:
+        with pytest.raises(RRefDeleted, match="was released when its worker shut down"):
+            w[0].rpc_sync("w1", id, (rref,))

@@ -279,6 +279,7 @@ class Worker(MemberChanges):
     def _share(self, handle: Any, peer: int, epoch: int) -> Ticket:
         holder: Worker = handle.worker
         if holder is not self:
+            holder.references.check(handle.id, handle.owner_id)  # a closed worker has released the reference
             raise RRefError(
                 f"{handle!r} belongs to worker {holder.info.name}, and cannot be sent in calls of worker"
                 f" {self.info.name}. Call with worker {holder.info.name}, or send the value instead."
