@@ -54,6 +54,31 @@ def test_as_a_submodule() -> None:
     whole.float().eval()
 
 
+class WithHead(RemoteModule):
+    """Remote module with a module of this process."""
+
+    def __init__(self) -> None:
+        super().__init__("w1/cpu", nn.Linear, (4, 3))
+        self.head = nn.Linear(3, 1)
+
+    def full(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.forward(x))
+        return y
+
+
+@pytest.mark.usefixtures("two")
+def test_a_subclass_with_a_local_submodule() -> None:
+    module = WithHead()
+    assert torch.equal(module.full(X), module.head(module(X)))
+    whole = nn.Sequential(module, nn.Linear(3, 1))
+    assert set(whole.parameters()) == {*module.head.parameters(), *whole[1].parameters()}
+    expected = {"weight", "bias", "head.weight", "head.bias"}
+    assert {name.removeprefix("0.") for name in whole.state_dict() if name.startswith("0.")} == expected
+    assert torch.equal(rpc.rpc_sync("w1", called, (module,)), module(X))  # sent without its head
+    with pytest.raises(ValueError, match="``register_parameter`` not supported"):
+        module.scale = nn.Parameter(torch.ones(1))
+
+
 @pytest.mark.usefixtures("two")
 def test_a_sent_module_has_torchs_attributes_and_works() -> None:
     module = RemoteModule("w1/cpu", nn.Linear, (4, 1))

@@ -119,6 +119,8 @@ class _RemoteModule(_ours.RemoteModule):
         made._generate()
         return made
 
+    __setattr__ = nn.Module.__setattr__  # as in torch, a subclass may have modules of this process
+
     def __getattr__(self, name: str) -> Any:
         # As in torch, attributes of the remote module are only available through its RRef's proxies.
         return nn.Module.__getattr__(self, name)
