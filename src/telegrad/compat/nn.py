@@ -119,7 +119,9 @@ class _RemoteModule(_ours.RemoteModule):
         made._generate()
         return made
 
-    __setattr__ = nn.Module.__setattr__  # as in torch, a subclass may have modules of this process
+    def __setattr__(self, name: str, value: Any) -> None:
+        # As in torch, a subclass may have modules of this process.
+        nn.Module.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         # As in torch, attributes of the remote module are only available through its RRef's proxies.
