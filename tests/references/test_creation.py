@@ -1,5 +1,6 @@
 """References to values that are pending, failed or unused."""
 
+import contextlib
 import threading
 
 import pytest
@@ -193,6 +194,26 @@ def test_failing_creation(w: Cluster, owner: str) -> None:
         with pytest.raises(LookupError, match="no such thing"):
             pytest.fail(f"{name} gave {use()!r}")
     assert w[0].rpc_sync("w1", ping) == "pong"
+
+
+class OtherArgs(Exception):
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+
+
+def fail_with_other_args() -> None:
+    raise OtherArgs(1, "no")
+
+
+@pytest.mark.parametrize("use", ["local_value", "to_here"])
+def test_a_failed_value_is_released_although_its_error_was_raised(w: Cluster, use: str) -> None:
+    def create_and_use() -> None:
+        rref = w[0].remote("w0", fail_with_other_args)
+        with contextlib.suppress(OtherArgs):
+            getattr(rref, use)()
+
+    create_and_use()
+    eventually(lambda: not w[0]._worker.references.values)
 
 
 def test_creation_with_an_argument_that_cannot_be_sent(w: Cluster) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import traceback
+from collections.abc import Callable
 from types import CodeType
 from typing import TypeVar
 
@@ -150,13 +151,28 @@ def clone_exception(exc: BaseException) -> BaseException:
 
     Raising the stored exception itself would add the frames of each caller to it and keep their variables alive.
     """
-    try:
-        again = copy.copy(exc)
-        if type(again) is not type(exc):
-            raise TypeError(f"a copy of {type_name(type(exc))} has another type")
-    except Exception:  # the class does not accept the args
+    again = _copied(copy.copy, exc)
+    if again is None:  # the constructor takes other arguments than the args
+        again = _copied(_copy_without_constructor, exc)
+    if again is None:
         return exc.with_traceback(None)
     set_cause(again, again.__cause__ or exc.__cause__)  # setting a cause also hides the context
+    return again
+
+
+def _copied(copier: Callable[[BaseException], object], exc: BaseException) -> BaseException | None:
+    """Return a copy, or None if the copier fails or returns something else."""
+    try:
+        again = copier(exc)
+    except Exception:  # user code, such as a constructor
+        return None
+    return again if isinstance(again, BaseException) and type(again) is type(exc) and again is not exc else None
+
+
+def _copy_without_constructor(exc: BaseException) -> BaseException:
+    again = type(exc).__new__(type(exc), *exc.args)
+    BaseException.__setattr__(again, "args", exc.args)  # also on a class that forbids setting attributes
+    again.__dict__.update(exc.__dict__)
     return again
 
 
