@@ -35,7 +35,7 @@ from telegrad.streams.service import Streams
 from telegrad.timeouts import SharedDeadline, nanoseconds
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker
-from telegrad.worker.calls.interceptors import PICKLER, switch
+from telegrad.worker.calls.interceptors import PICKLER, internal, switch
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.default_worker import current_worker, open_worker, set_default_worker
 from telegrad.worker.membership.joining import leave_dynamic
@@ -208,6 +208,9 @@ def _gather_to_leader(sequence_id: str, worker_name: str, obj: object, worker_na
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, object]) -> Any:
     return gathering_of(_worker()).proceed(sequence_id, objects_map)
+
+
+internal.update((_gather_to_leader, _broadcast_to_followers))
 
 
 def _all_gather(

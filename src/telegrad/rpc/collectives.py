@@ -22,6 +22,7 @@ from telegrad.waits import wait_for
 from telegrad.wire import Flag
 from telegrad.worker import Worker
 from telegrad.worker.blocking import check_blocking
+from telegrad.worker.calls.interceptors import internal
 from telegrad.worker.calls.multicast import call_many
 from telegrad.worker.scope import current
 
@@ -380,6 +381,9 @@ def _receive_broadcast(sequence_ids: dict[str, str], values: dict[str, object]) 
     """Run on the followers of a broadcast: store the value. The ids are by follower."""
     gathering = _gathering_here()
     return gathering.proceed(sequence_ids[gathering.name], values)
+
+
+internal.update((_receive_failure, _receive_broadcast))
 
 
 def _gathering_here() -> Gathering:

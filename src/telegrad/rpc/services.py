@@ -15,6 +15,7 @@ from telegrad.rpc.groups import membership_of, seconds_of, wait_until
 from telegrad.rref import RRef
 from telegrad.timeouts import SharedDeadline
 from telegrad.worker import Worker
+from telegrad.worker.calls.interceptors import internal
 from telegrad.worker.default_worker import open_worker
 
 __all__ = ["get_service", "register_service"]
@@ -148,6 +149,9 @@ def _registered(name: str) -> RRef[Any]:
     if found is None:
         raise UnknownWorker((worker.info.name, worker.info.id), f"service {name}")
     return found
+
+
+internal.add(_registered)
 
 
 def _key(name: str) -> str:

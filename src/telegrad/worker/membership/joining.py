@@ -28,6 +28,7 @@ from telegrad.waits import Wait, wait_for
 from telegrad.wire import Loss
 from telegrad.worker.autograd_hooks import WorkerPlugins
 from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.calls.interceptors import internal
 from telegrad.worker.membership.events import GroupEvents
 from telegrad.worker.membership.service import DRAINED, MembershipService
 from telegrad.worker.worker import Worker
@@ -335,6 +336,9 @@ class _Reach:
 
 def _ping() -> None:
     """Do nothing; a newcomer connects with a call of this."""
+
+
+internal.add(_ping)
 
 
 def leave_dynamic(worker: Worker, budget: SharedDeadline, on_drained: Callable[[], object]) -> bool:

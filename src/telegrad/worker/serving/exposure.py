@@ -20,6 +20,7 @@ import torch
 from telegrad.errors import NotExposed
 from telegrad.serialize.function_names import NotByName, parts_of, path_of, resolver
 from telegrad.worker.calls.callables import find_function, found, method_of
+from telegrad.worker.calls.interceptors import internal
 from telegrad.worker.serving.own_functions import METHODS_OF_MODULES, OWN_FUNCTIONS
 
 __all__ = ["ALLOW_ALL", "AllowAll", "AllowList", "ExposedNames", "exposed"]
@@ -292,6 +293,9 @@ def _submodule(module: torch.nn.Module, target: str) -> torch.nn.Module:
 
 def _type_of(value: object) -> type:
     return type(value)
+
+
+internal.add(_type_of)
 
 
 ALLOW_ALL = AllowAll()

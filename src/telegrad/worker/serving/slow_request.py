@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SlowRequest"]
 
-_STATE, _INTERNAL = int(Flag.NO_GRAD | Flag.INFERENCE), int(Flag.INTERNAL)
+_STATE = int(Flag.NO_GRAD | Flag.INFERENCE)
 
 
 class SlowRequest:
@@ -63,10 +63,13 @@ class SlowRequest:
     @property
     def is_intercepted(self) -> bool:
         """Return whether the handler runs within interceptors."""
-        return bool(self._handlers.interceptors.chain) and not self.flags & _INTERNAL
+        return bool(self._handlers.interceptors.chain)
 
     def intercept(self, function: Callable[..., object]) -> Callable[..., object]:
-        """Return the handler within the worker's interceptors."""
+        """Return the handler within the worker's interceptors.
+
+        The function decides whether they see the request. Its flags do not: a hostile member sets them at will.
+        """
         if is_internal(function):
             return function
         handlers, info = self._handlers, self.info
