@@ -1,4 +1,4 @@
-"""Interceptors of a callee that refuse requests, and members that try to bypass them."""
+"""Interceptors of a callee that refuse requests, and members that bypass them."""
 
 from typing import Any
 

@@ -5,11 +5,10 @@ the exception with a class that is both the original type and a :class:`~telegra
 ``except KeyError`` and ``except RuntimeError`` catch a remote ``KeyError``. A class that the caller cannot import (a
 local class, or one of a notebook) is sent by value, like functions.
 
-Without pickles (option ``allow_pickle=False``), arguments and attributes travel as plain data, if they are plain. The
+Without pickles (option ``allow_pickle=False``), arguments and attributes travel as plain data (`plain_exceptions`). The
 caller rebuilds exceptions of Python and of Telegrad from them, and gets a plain RemoteError for others.
 """
 
-import builtins
 import copyreg
 import functools
 import io
@@ -21,8 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from telegrad import errors
 from telegrad.errors import TEXT, RemoteError, SerializationError, is_drop_in
 from telegrad.serialize.pickle_by_value import ByValuePickler
+from telegrad.serialize.plain_exceptions import known_types, pack_plain, unpack_plain
 from telegrad.serialize.plain_fields import decode_fields, encode_fields
-from telegrad.serialize.tensor_layout import Body, make_codec
+from telegrad.serialize.tensor_layout import Body
 from telegrad.serialize.tracebacks import (
     TRACEBACK,
     RemoteTraceback,
@@ -100,7 +100,7 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo, gate: PickleGate
         if not gate.is_open and packed.pickled is not None:
             packed = packed._replace(pickled=None, by_value=None, why_not=_NOT_PICKLED)
     elif isinstance(exc, Exception):
-        parts = _pickled(exc) if gate.is_open else (None, _NOT_PICKLED, None, _plain(exc), "")
+        parts = _pickled(exc) if gate.is_open else (None, _NOT_PICKLED, None, *pack_plain(exc))
         packed = _Packed(name, worker_id, type_name(type(exc)), shown, text_of(exc), trace, *parts)
     else:
         kind = type_name(type(exc))
@@ -111,33 +111,6 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo, gate: PickleGate
 
 _NOT_RAISED_AGAIN = " cannot be raised on another worker"
 _NOT_PICKLED = "are not plain data, and the workers exchange no pickles (option allow_pickle=False)"
-_LOCAL_FACTS = (TEXT, _ORIGIN)
-_codec = make_codec()
-
-
-def _plain(exc: Exception) -> bytes | None:
-    """Return arguments and attributes of an exception, if both are plain data."""
-    try:
-        args, attributes = exc.args, exc.__dict__
-        if vars(builtins).get(type(exc).__name__) is type(exc):  # its constructor may take more than its args
-            reduced: Any = exc.__reduce_ex__(5)
-            args, attributes = reduced[1], dict(*reduced[2:])
-        facts = {name: value for name, value in attributes.items() if name not in _LOCAL_FACTS}
-        coded = _codec.encode((tuple(args), facts))
-    except BaseException:  # user code
-        return None
-    return None if coded is None or coded[1] else coded[0]
-
-
-@functools.cache
-def _known_types() -> dict[str, type[Exception]]:
-    """Return the exceptions that can be rebuilt without pickle."""
-    found = [*vars(builtins).values(), *(getattr(errors, name) for name in errors.__all__)]
-    return {
-        type_name(each): each
-        for each in found
-        if isinstance(each, type) and issubclass(each, Exception) and not issubclass(each, ExceptionGroup | RemoteError)
-    }
 
 
 def _pickled(exc: Exception) -> tuple[bytes | None, str, bytes | None, None, str]:
@@ -311,7 +284,7 @@ def _made_again(packed: _Packed, gate: PickleGate) -> tuple[RemoteError, str, st
     text = _text(packed.worker, packed.worker_id, packed.shown, packed.traceback)
     names = f" ({packed.omitted})" if packed.omitted else ""
     without = f"Its attributes{names} were not sent: they {packed.why_not}." if packed.why_not else ""
-    if packed.plain is not None and packed.type_name in _known_types():
+    if packed.plain is not None and packed.type_name in known_types() and not packed.omitted:
         without = ""
     try:
         return _of_parts(packed, gate, _remote_class), without, text
@@ -341,10 +314,9 @@ def _made_again(packed: _Packed, gate: PickleGate) -> tuple[RemoteError, str, st
 
 
 def _parts(packed: _Packed, gate: PickleGate) -> tuple[Any, ...]:
-    kind = _known_types().get(packed.type_name)
+    kind = known_types().get(packed.type_name)
     if packed.plain is not None and kind is not None:
-        plain: Any = _codec.decode(packed.plain, [])
-        args, facts = plain
+        args, facts = unpack_plain(packed.plain)
         return (errors.rebuild, (kind, args, facts)) if issubclass(kind, errors.TelegradError) else (kind, args, facts)
     if packed.pickled is None:
         raise TypeError(packed.why_not)
