@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad import errors
 from telegrad.errors import TEXT, RemoteError, SerializationError, is_drop_in
+from telegrad.serialize.exception_changes import apply_changes, copy_facts, mark_arrival, notes_of, pack_changes
 from telegrad.serialize.pickle_by_value import ByValuePickler
-from telegrad.serialize.plain_exceptions import known_types, pack_plain, unpack_plain
+from telegrad.serialize.plain_exceptions import decode_facts, known_types, pack_plain
 from telegrad.serialize.plain_fields import decode_fields, encode_fields
 from telegrad.serialize.tensor_layout import Body
 from telegrad.serialize.tracebacks import (
@@ -53,6 +54,7 @@ class _Packed(NamedTuple):
     by_value: bytes | None = None  # `pickled` with the class by value, for callers with another script as __main__
     plain: bytes | None = None  # arguments and attributes, encoded by the codec
     omitted: str = ""  # names of the attributes that were not sent; empty if none or all
+    changes: bytes | None = None  # what the workers that forwarded it have added
 
 
 # Escape sequences of repr(), except for quotes.
@@ -96,7 +98,9 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo, gate: PickleGate
     shown, trace = show_exception(exc), traceback_of(exc)
     origin = exc.__dict__.get(_ORIGIN)
     if isinstance(exc, RemoteError) and isinstance(origin, _Packed):  # from a third worker: forward the original
-        packed = origin._replace(worker=name, worker_id=worker_id, shown=shown, traceback=trace)
+        packed = _with_changes(origin, exc, gate)._replace(
+            worker=name, worker_id=worker_id, shown=shown, traceback=trace
+        )
         if not gate.is_open and packed.pickled is not None:
             packed = packed._replace(pickled=None, by_value=None, why_not=_NOT_PICKLED)
     elif isinstance(exc, Exception):
@@ -107,6 +111,10 @@ def pack_exception(exc: BaseException, worker_info: WorkerInfo, gate: PickleGate
         message = f"the call raised {shown} on worker {name}, which ends neither that worker nor its caller"
         packed = _Packed(name, worker_id, kind, shown, message, trace, None, kind + _NOT_RAISED_AGAIN)
     return encode_fields(packed)
+
+
+def _with_changes(origin: _Packed, exc: RemoteError, gate: PickleGate) -> _Packed:
+    return origin._replace(changes=pack_changes(exc, _dumped if gate.is_open else None) or origin.changes)
 
 
 _NOT_RAISED_AGAIN = " cannot be raised on another worker"
@@ -269,7 +277,10 @@ def unpack_exception(data: Body, gate: PickleGate = OPEN) -> BaseException:
     if is_drop_in():
         facts[TEXT] = text
     elif note:
-        facts["__notes__"] = [*facts.get("__notes__", ()), note]
+        facts["__notes__"] = [*notes_of(exc), note]
+    mark_arrival(exc)
+    if packed.changes is not None and not apply_changes(exc, packed.changes, _loader(gate)):
+        facts[_ORIGIN] = packed._replace(changes=None)
     set_cause(exc, cause)
     return exc
 
@@ -316,7 +327,7 @@ def _made_again(packed: _Packed, gate: PickleGate) -> tuple[RemoteError, str, st
 def _parts(packed: _Packed, gate: PickleGate) -> tuple[Any, ...]:
     kind = known_types().get(packed.type_name)
     if packed.plain is not None and kind is not None:
-        args, facts = unpack_plain(packed.plain)
+        args, facts = decode_facts(packed.plain, _loader(gate))
         return (errors.rebuild, (kind, args, facts)) if issubclass(kind, errors.TelegradError) else (kind, args, facts)
     if packed.pickled is None:
         raise TypeError(packed.why_not)
@@ -327,6 +338,10 @@ def _parts(packed: _Packed, gate: PickleGate) -> tuple[Any, ...]:
             raise
         parts = gate.loads(packed.by_value, "an exception")
     return parts
+
+
+def _loader(gate: PickleGate) -> Callable[[bytes], object]:
+    return lambda data: gate.loads(data, "an exception")
 
 
 def _of_parts(packed: _Packed, gate: PickleGate, maker_of: Callable[..., Callable[..., Any]]) -> RemoteError:
@@ -387,6 +402,7 @@ def _remote_class(original: type[Exception]) -> type[RemoteError]:
         "__qualname__": f"RemoteError({type_name(original)})",
         "__doc__": f"A {original.__name__} that was raised on another worker.",
         "__str__": lambda exc: exc.__dict__.get(TEXT) or _message_of(original, exc),
+        "__copy__": _copy,
         "__reduce_ex__": _reduce,
     }
     if issubclass(RemoteError, original):  # RuntimeError, Exception
@@ -407,7 +423,19 @@ def _message_of(original: type[Exception], exc: RemoteError) -> str:
 
 def _reduce(exc: RemoteError, _protocol: object) -> tuple[object, ...]:
     """Pickle an exception as its message, because its class cannot be found by name."""
+    return unpack_exception, (encode_fields(_with_changes(_origin_of(exc), exc, OPEN)),)
+
+
+def _copy(exc: RemoteError) -> BaseException:
+    """Copy an exception with all that the program has added to it."""
+    again = unpack_exception(encode_fields(_origin_of(exc)._replace(changes=None)))
+    copy_facts(exc, again)
+    set_cause(again, exc.__cause__)
+    return again
+
+
+def _origin_of(exc: RemoteError) -> _Packed:
     origin = exc.__dict__.get(_ORIGIN)
-    if origin is None:
+    if not isinstance(origin, _Packed):
         raise pickle.PicklingError(f"this {type(exc).__qualname__} was not raised by a remote call")
-    return unpack_exception, (encode_fields(origin),)
+    return origin

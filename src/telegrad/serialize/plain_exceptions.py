@@ -6,6 +6,7 @@ receiver knows the types of Python and of Telegrad by name, also those of contai
 
 import builtins
 import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from telegrad import errors
@@ -15,7 +16,7 @@ from telegrad.serialize.plain_data import PlainData
 from telegrad.serialize.tensor_layout import make_codec
 from telegrad.serialize.tracebacks import TRACEBACK, text_of, type_name
 
-__all__ = ["known_types", "pack_plain", "unpack_plain"]
+__all__ = ["decode_facts", "encode_facts", "known_types", "pack_plain"]
 
 _MAX_DEPTH = 64  # of nested containers
 _LOCAL_FACTS = (TEXT, TRACEBACK)
@@ -48,22 +49,55 @@ def pack_plain(exc: Exception) -> tuple[bytes | None, str]:
         if known_types().get(type_name(type(exc))) is not type(exc):
             return None, ""
         args, attributes = _facts_of(exc)
-        packed_args = [_packed(each) or _packed(_shown(each)) for each in args]
-        packed = {name: _packed(each) for name, each in attributes.items()}
-        omitted = [name for name, data in packed.items() if data is None]
-        coded = _codec.encode((packed_args, {name: data for name, data in packed.items() if data is not None}))
-        return (None if coded is None else coded[0]), ", ".join(omitted)
+        return encode_facts(args, attributes)
     except BaseException:  # user code; its SystemExit must not end this thread
         return None, ""
 
 
-def unpack_plain(data: bytes) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Return the arguments and attributes of an exception."""
+def encode_facts(
+    args: Iterable[object], attributes: Mapping[str, object], dump: Callable[[object], bytes] | None = None
+) -> tuple[bytes | None, str]:
+    """Encode arguments and attributes, as `pack_plain`.
+
+    Args:
+        args: The arguments.
+        attributes: The attributes.
+        dump: Pickles one that is not plain data; None if pickles are not sent.
+    """
+    packed_args = [_part(each, dump) or _packed(_shown(each)) for each in args]
+    packed = {name: _part(each, dump) for name, each in attributes.items()}
+    omitted = [name for name, data in packed.items() if data is None]
+    coded = _codec.encode((packed_args, {name: data for name, data in packed.items() if data is not None}))
+    return (None if coded is None else coded[0]), ", ".join(omitted)
+
+
+def decode_facts(data: bytes, load: Callable[[bytes], object]) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Return the arguments and attributes of an exception.
+
+    Args:
+        data: The output of `encode_facts` or `pack_plain`.
+        load: Loads one that is a pickle.
+
+    Raises:
+        Exception: The data is malformed, or whatever `load` raises.
+    """
     coded: Any = _codec.decode(data, [])
     args, attributes = coded
-    return tuple(_codec.decode(each, []) for each in args), {
-        name: _codec.decode(each, []) for name, each in attributes.items()
-    }
+
+    def decoded(part: Any) -> object:
+        return _codec.decode(part, []) if type(part) is bytes else load(*part)
+
+    return tuple(map(decoded, args)), {str(name): decoded(each) for name, each in attributes.items()}
+
+
+def _part(value: object, dump: Callable[[object], bytes] | None) -> bytes | tuple[bytes] | None:
+    data = _packed(value)
+    if data is not None or dump is None:
+        return data
+    try:
+        return (dump(value),)
+    except Exception:  # user code
+        return None
 
 
 def _facts_of(exc: Exception) -> tuple[tuple[object, ...], dict[str, object]]:

@@ -26,6 +26,7 @@ __all__ = [
     "drop_frames",
     "frames_cleared",
     "is_interrupt",
+    "is_own_file",
     "set_cause",
     "show_exception",
     "strip_own_frames",
@@ -194,7 +195,8 @@ _EXAMPLES = os.path.join(_OURS, "examples", "")
 _FUTURES = os.path.join(os.path.dirname(torch.futures.__file__), "")
 
 
-def _is_own(file: str) -> bool:
+def is_own_file(file: str) -> bool:
+    """Return whether code of a file is Telegrad's own, or that of torch's futures."""
     return file.startswith((_OURS, _FUTURES)) and not file.startswith(_EXAMPLES)
 
 
@@ -212,10 +214,10 @@ def _drop_own_frames(exc: BaseException, trace: traceback.TracebackException) ->
         if error is None or one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        users = [index for index, frame in enumerate(one.stack) if not _is_own(frame.filename)]
+        users = [index for index, frame in enumerate(one.stack) if not is_own_file(frame.filename)]
         if users:
             end = len(one.stack) if isinstance(error, TelegradError) else users[-1]
-            one.stack[:] = [f for index, f in enumerate(one.stack) if index > end or not _is_own(f.filename)]
+            one.stack[:] = [f for index, f in enumerate(one.stack) if index > end or not is_own_file(f.filename)]
         if isinstance(error.__cause__, RemoteTraceback):
             one.exceptions = None
         todo += ((error.__cause__, one.__cause__), (error.__context__, one.__context__))
@@ -228,6 +230,6 @@ def strip_own_frames(exc: E) -> E:
     If Telegrad called code of the program, the traceback stays as is.
     """
     trace = exc.__traceback__
-    while trace is not None and _is_own(trace.tb_frame.f_code.co_filename):
+    while trace is not None and is_own_file(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return exc if trace is not None else exc.with_traceback(None)

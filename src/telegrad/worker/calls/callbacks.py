@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-from telegrad.serialize.tracebacks import drop_frames, text_of
+from telegrad.serialize.tracebacks import drop_frames, is_own_file, text_of
 from telegrad.worker.calls import tracing
 from telegrad.worker.scope import current
 
@@ -62,7 +62,9 @@ def of_callback(error: BaseException) -> RuntimeError:
     The error notes where it was raised but holds no frames: they refer to the future, and the garbage collector does
     not see the objects of a future.
     """
-    where = "".join(traceback.format_tb(error.__traceback__)[-2:])
+    frames = traceback.extract_tb(error.__traceback__)
+    shown = [frame for frame in frames if not is_own_file(frame.filename)] or frames
+    where = "".join(traceback.format_list(shown[-2:]))
     drop_frames(error)
     if not isinstance(error, RuntimeError):
         cause, kind = error, type(error).__qualname__

@@ -213,7 +213,11 @@ class CallFuture(torch.futures.Future[T]):
                 value = callback(done)
             except BaseException as e:
                 failure = self.failure() if self._is_of_handler else None
-                child._fail(of_callback(e) if failure is None or not is_copy(e, failure) else failure)
+                if failure is None or not is_copy(e, failure):
+                    failure = of_callback(e)
+                else:
+                    failure.__dict__.update(e.__dict__)  # what the callback has added
+                child._fail(failure)
             else:
                 child._succeed(value)
 
