@@ -1,6 +1,6 @@
-"""What a program adds to an exception of another worker: notes, attributes, and other ``args``.
+"""Changes that a program makes to an exception of another worker.
 
-The exception travels on as its first message, to which the changes are added.
+They are notes, attributes, and other ``args``. The exception travels on as its first message, to which the changes are added.
 """
 
 from collections.abc import Callable
@@ -39,11 +39,14 @@ def mark_arrival(exc: BaseException) -> None:
 
 
 def pack_changes(exc: BaseException, dump: Callable[[object], bytes] | None) -> bytes | None:
-    """Encode the arguments and the new attributes and notes; None if nothing has changed.
+    """Encode the arguments, and the new attributes and notes.
 
     Args:
         exc: The exception.
         dump: Pickles a value that is not plain data; None if pickles are not sent.
+
+    Returns:
+        The data; None if nothing has changed.
     """
     arrived = exc.__dict__.get(_ARRIVED)
     if not isinstance(arrived, _Arrived):
