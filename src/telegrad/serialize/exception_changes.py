@@ -1,6 +1,7 @@
 """Changes that a program makes to an exception of another worker.
 
-They are notes, attributes, and other ``args``. The exception travels on as its first message, to which the changes are added.
+They are notes, attributes, and other ``args``. The exception travels on as its first message, to which the changes are
+added.
 """
 
 from collections.abc import Callable

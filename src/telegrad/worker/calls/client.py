@@ -111,7 +111,7 @@ class Calls:
         Args:
             pickler: The pickler; None for Telegrad's own.
         """
-        self.messages.pickler = pickler
+        self.messages.use_pickler(pickler)
         switch((PICKLER, id(self)), pickler)
 
     def timeout(self, seconds: float) -> int:

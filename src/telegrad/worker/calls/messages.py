@@ -110,6 +110,7 @@ class Messages:
         self._new_id = new_id
         self.hooks = hooks
         self.pickler: BodyPickler | None = None  # of the program
+        self._removed_picklers: dict[str, BodyPickler] = {}  # by name
         self.serializer: Serializer = Serializer(max_objects=max_objects, gate=gate)
         self._codec = self.serializer.codec
         self.serializer.register(handle_type, 1, self.pack_handle, self.unpack_handle)
@@ -393,6 +394,22 @@ class Messages:
             handles, None if target is None else RRefId(*target), autocast, context, wrap, chain, headers, profile
         )
 
+    def use_pickler(self, pickler: BodyPickler | None) -> None:
+        """Set the pickler of the program.
+
+        Without one, removed ones decode the results of calls that have begun.
+        """
+        if self.pickler is not None:
+            self._removed_picklers.pop(self.pickler.name, None)
+            self._removed_picklers[self.pickler.name] = self.pickler
+        self.pickler = pickler
+
+    def _pickler_of(self, name: str, is_result: bool) -> BodyPickler | None:
+        known, removed = self.known_picklers.get(name, self.pickler), self._removed_picklers
+        if known is None and is_result:
+            return removed.get(name) or next(reversed(removed.values()), None)
+        return known
+
     def decode(
         self, flags: int, body: Body, segments: Sequence[Buffer], handles: Sequence[object], wrap: Wrap | None = None
     ) -> Any:
@@ -415,7 +432,7 @@ class Messages:
                 return self._codec.decode(body, segments, wrap)
             value = self.serializer.loads(body, segments, wrap)
             if kind == BodyKind.CUSTOM:
-                value = load_by_pickler(self.known_picklers.get(value[0], self.pickler), *value)
+                value = load_by_pickler(self._pickler_of(value[0], is_result=value[3] is None), *value)
             return value
         finally:
             state.handles = outer
