@@ -10,7 +10,7 @@ from torch import nn
 from trust_helpers import Net, double
 
 from telegrad import rpc
-from telegrad.worker.serving.exposure import ExposedNames
+from telegrad.worker.serving.exposure import AllowList, ExposedNames
 
 
 @pytest.mark.parametrize("target", ["", "module", ":name", "module:", "a:b:c"])
@@ -43,6 +43,28 @@ def test_wildcards_match_neither_dots_nor_underscores() -> None:
     for path in [("package", "_f"), ("package", "a.b"), ("package", ""), ("", "f")]:
         assert not names.has_pattern(path)
     assert names.has_pattern(("package", "f"))
+
+
+def test_a_script_has_two_names_in_a_spawned_process() -> None:
+    names = ExposedNames()
+    for module, other in (("__main__", "__mp_main__"), ("__mp_main__", "__main__")):
+        names.add(module, "predict")
+        names.add(module, "get_*")
+        assert names.has_name((other, "predict"))
+        assert names.has_pattern((other, "get_x"))
+        AllowList("w1", names).admit(f"G{other}\0predict".encode())
+        names.remove(module, "predict")
+        names.remove(module, "get_*")
+        assert not names.has_name((other, "predict"))
+        assert not names.has_pattern((other, "get_x"))
+
+
+def test_a_pattern_covers_a_function_that_a_spawned_process_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(double, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "double", double, raising=False)
+    names = ExposedNames()
+    names.add("__main__", "dou*")
+    assert AllowList("w1", names).find_function(b"G__mp_main__\0double") is double
 
 
 def test_a_wrong_option() -> None:

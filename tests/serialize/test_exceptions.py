@@ -373,10 +373,13 @@ class OfAScript(Exception):
 _of_a_script: Any = None
 
 
-def test_class_of_a_script_is_sent_without_the_data_of_its_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OfAScript, "__module__", "__main__")
-    monkeypatch.setattr(OfAScript.data, "__module__", "__main__")
-    monkeypatch.setattr(sys.modules["__main__"], "OfAScript", OfAScript, raising=False)
+@pytest.mark.parametrize("script", ["__main__", "__mp_main__"])
+def test_class_of_a_script_is_sent_without_the_data_of_its_methods(
+    monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    monkeypatch.setattr(OfAScript, "__module__", script)
+    monkeypatch.setattr(OfAScript.data, "__module__", script)
+    monkeypatch.setattr(sys.modules[script], "OfAScript", OfAScript, raising=False)
     assert b"cloudpickle" in pack_exception(OfAScript("x"), HERE)  # by value, too
     for data in (torch.zeros(100_000), list(range(100_000))):
         monkeypatch.setattr(sys.modules[__name__], "_of_a_script", data)

@@ -15,11 +15,15 @@ import io
 import pickle
 import re
 from collections.abc import Callable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cloudpickle
 
 from telegrad import errors
 from telegrad.errors import TEXT, RemoteError, SerializationError, is_drop_in
 from telegrad.serialize.exception_changes import apply_changes, copy_facts, mark_arrival, notes_of, pack_changes
+from telegrad.serialize.module_imports import canonical
 from telegrad.serialize.pickle_by_value import ByValuePickler
 from telegrad.serialize.plain_exceptions import decode_facts, known_types, pack_plain
 from telegrad.serialize.plain_fields import decode_fields, encode_fields
@@ -203,7 +207,7 @@ def make_contained(kind: type[BaseException], args: tuple[object, ...]) -> BaseE
 
 
 def _by_value(kind: type, parts: tuple[object, ...]) -> bytes | None:
-    if kind.__module__ != "__main__":
+    if canonical(kind.__module__) != "__main__":
         return None
     try:
         file = _LimitedFile()
@@ -220,6 +224,11 @@ class _ClassPickler(_ByValuePickler):
         nbytes = getattr(obj, "nbytes", 0)  # of tensors and arrays
         if isinstance(nbytes, int) and nbytes > _LARGEST_CLASS:
             raise ValueError("too large")
+        is_of_script = getattr(obj, "__module__", None) == "__mp_main__"  # cloudpickle knows only __main__
+        if is_of_script and isinstance(obj, type):
+            return cloudpickle.cloudpickle._dynamic_class_reduce(obj)
+        if is_of_script and isinstance(obj, FunctionType):
+            return self._dynamic_function_reduce(obj)  # type: ignore[attr-defined]
         return super().reducer_override(obj)
 
 

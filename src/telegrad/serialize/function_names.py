@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from telegrad.serialize.module_imports import ensure_imported, import_parents_first
+from telegrad.serialize.module_imports import canonical, ensure_imported, import_parents_first
 from telegrad.serialize.pickle_by_value import is_importable
 
 __all__ = ["BY_VALUE", "NameTable", "NotByName", "parts_of", "path_of", "readable", "resolve", "resolver"]
@@ -173,7 +173,7 @@ def readable(text: bytes) -> str:
 def parts_of(text: bytes) -> tuple[str, str]:
     """Return module and dotted name in a function's name; a method has no module."""
     module, _, path = text[1:].decode(errors="replace").partition("\0")
-    return ("", module) if text[:1] == _METHOD else (module, path)
+    return ("", module) if text[:1] == _METHOD else (canonical(module), path)
 
 
 def resolver(text: bytes) -> Callable[[], Any]:

@@ -4,7 +4,15 @@ import importlib
 import sys
 from types import ModuleType
 
-__all__ = ["ensure_imported", "import_parents_first"]
+__all__ = ["canonical", "ensure_imported", "import_parents_first"]
+
+
+def canonical(name: str) -> str:
+    """Return the name of a module that parent and child processes share.
+
+    A spawned process imports the script of its parent as ``__mp_main__``. Both processes find it by both names.
+    """
+    return "__main__" if name == "__mp_main__" else name
 
 
 def import_parents_first(name: str) -> ModuleType:

@@ -17,6 +17,7 @@ import torch
 
 from telegrad import _core
 from telegrad.errors import PickleRefused, SerializationError
+from telegrad.serialize.module_imports import canonical
 from telegrad.serialize.pickle_errors import describe_type
 from telegrad.serialize.tensor_layout import is_of_transform, is_plain, memory_of
 
@@ -95,7 +96,7 @@ class PlainData:
 
     def register(self, kind: type, pack: Callable[[Any], object], unpack: Callable[[Any], object]) -> None:
         """Register how objects of exactly `kind` travel."""
-        row = _Type(f"{kind.__module__}:{kind.__qualname__}", pack, unpack)
+        row = _Type(f"{canonical(kind.__module__)}:{kind.__qualname__}", pack, unpack)
         self._types[kind] = self._by_key[row.key] = row
 
     def remove(self, kind: type) -> None:

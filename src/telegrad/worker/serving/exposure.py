@@ -19,6 +19,7 @@ import torch
 
 from telegrad.errors import NotExposed
 from telegrad.serialize.function_names import NotByName, parts_of, path_of, resolver
+from telegrad.serialize.module_imports import canonical
 from telegrad.worker.calls.callables import find_function, found, method_of
 from telegrad.worker.calls.interceptors import internal
 from telegrad.worker.serving.own_functions import METHODS_OF_MODULES, OWN_FUNCTIONS
@@ -50,6 +51,7 @@ class ExposedNames:
 
     def add(self, module: str, path: str) -> None:
         """Expose a name, or a pattern if it has wildcards."""
+        module = canonical(module)
         if any(wildcard in module + path for wildcard in "*?["):
             self._patterns.add((tuple(module.split(".")), tuple(path.split("."))))
             return
@@ -59,6 +61,7 @@ class ExposedNames:
 
     def remove(self, module: str, path: str) -> None:
         """Remove what `add` has added."""
+        module = canonical(module)
         self._names.discard((module, path))
         if (place := _place_of(module, path)) is not None:
             self._places.discard(place)
@@ -66,11 +69,12 @@ class ExposedNames:
 
     def has_name(self, path: Path) -> bool:
         """Return whether a name was exposed, as it is or by another name."""
+        path = canonical(path[0]), path[1]
         return path in self._names or path in self._places
 
     def has_pattern(self, path: Path) -> bool:
         """Return whether a pattern matches a name."""
-        module, name = (part.split(".") for part in path)
+        module, name = canonical(path[0]).split("."), path[1].split(".")
         return any(_matches(module, modules) and _matches(name, names) for modules, names in self._patterns.copy())
 
     def may_have_method(self, name: str) -> bool:
@@ -96,9 +100,10 @@ def _place_of(module: str, path: str) -> Path | None:
         target = vars(home)[name]
         if isinstance(home, type):
             outer = path_of(home)
-            place = outer[0], f"{outer[1]}.{name}"
+            place = canonical(outer[0]), f"{outer[1]}.{name}"
         else:
-            place = path_of(target)
+            outer = path_of(target)
+            place = canonical(outer[0]), outer[1]
     except (KeyError, TypeError, NotByName):  # not imported, inherited, or without a name
         return None
     is_method = "." in place[1] and not isinstance(home, type) and not isinstance(target, type)
@@ -241,7 +246,7 @@ class AllowList:
 
         A module may have imported the function. Then a pattern exposes it by the place of its definition only.
         """
-        place = (getattr(function, "__module__", None), getattr(function, "__qualname__", None))
+        place = (canonical(getattr(function, "__module__", "")), getattr(function, "__qualname__", None))
         if path[0] and place != path and not self._has(path):
             self._refuse_path(path)
         return function
