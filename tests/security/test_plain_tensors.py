@@ -50,3 +50,16 @@ def test_a_sparse_gradient_is_refused_with_a_remedy(strict: Cluster) -> None:
         loss = torch.nn.functional.embedding(torch.tensor([1, 2]), y, sparse=True).sum()
         with pytest.raises(PickleRefused, match=r"sparse_coo.*its to_dense\(\).*gradient .* sparse=False"):
             autograd.backward(context_id, [loss])
+
+
+def test_frozen_parameters_travel_in_autograd_contexts(strict: Cluster) -> None:
+    frozen, trained = torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.nn.Parameter(torch.ones(2))
+    with autograd.context() as context_id:
+        for value in (frozen, [frozen]):
+            (arrived,) = rpc.rpc_sync("w1", echo, ([value],))
+            arrived = arrived[0] if isinstance(arrived, list) else arrived
+            assert type(arrived) is torch.nn.Parameter
+            assert not arrived.requires_grad
+        arrived, y = rpc.rpc_sync("w1", echo, ([frozen, trained],))
+        autograd.backward(context_id, [(arrived * y).sum()])
+        assert autograd.get_gradients(context_id)[trained].tolist() == [1, 1]

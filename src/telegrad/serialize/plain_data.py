@@ -152,7 +152,7 @@ class _Conversion:
             return self._text(value, path)
         if kind in (tuple, list, dict):
             return self._container(value, path, depth)
-        if kind is torch.Tensor or (kind is torch.nn.Parameter and self._recorded):
+        if kind is torch.Tensor or (kind is torch.nn.Parameter and self._recorded and value.requires_grad):
             return self._tensor(value, path)
         row = self._types.get(kind)
         if row is not None:
