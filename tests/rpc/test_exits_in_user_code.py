@@ -4,9 +4,11 @@ They raise at the caller and end no thread and no event loop.
 """
 
 import asyncio
+import gc
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -142,6 +144,23 @@ def test_a_result_that_cannot_be_encoded_raises_at_the_caller(
 def test_an_argument_that_cannot_be_decoded_raises_at_the_caller(way: str, kind: type[BaseException]) -> None:
     with pytest.raises(RuntimeError, match=kind.__name__):
         WAYS[way]("w1", plain, (Stateful(kind),))
+
+
+class Held:
+    pass
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_an_interrupt_while_a_result_is_decoded_keeps_no_frames(kind: type[BaseException]) -> None:
+    def wait() -> "weakref.ref[Held]":
+        held = Held()  # in the frame of the caller
+        with pytest.raises(kind):
+            rpc.rpc_async("w1", stateful, (kind,)).wait()
+        return weakref.ref(held)
+
+    gone = wait()
+    gc.collect()
+    assert gone() is None
 
 
 @options

@@ -26,7 +26,7 @@ from telegrad.serialize.exceptions import unpack_exception
 from telegrad.serialize.function_names import NameTable, NotByName
 from telegrad.serialize.program_pickler import BodyPickler
 from telegrad.serialize.tensor_layout import Body, Buffer
-from telegrad.serialize.tracebacks import is_interrupt
+from telegrad.serialize.tracebacks import clone_exception, is_interrupt
 from telegrad.timeouts import nanoseconds
 from telegrad.types import WorkerInfo
 from telegrad.wire import CallStateText, Flag, LeftOut, Status, Tag
@@ -264,9 +264,12 @@ class Calls:
         """Complete a future with an exception."""
         if isinstance(error, Cancelled):
             error.__context__ = None  # what the canceling code handles: its frames refer to the future
+        is_raised = is_interrupt(error)
+        if is_raised:
+            future._mark_read()
         future._fail(error.with_traceback(None))  # its frames refer to the future
-        if is_interrupt(error):  # complete the future first
-            raise error
+        if is_raised:  # complete the future first
+            raise clone_exception(error)  # the frames of the caller refer to the future
 
     def result(self, completion: Completion, call: CallSummary) -> Any:
         """Return the value of a completed call, or raise its exception.
