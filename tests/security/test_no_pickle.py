@@ -162,16 +162,6 @@ def test_a_dataclass_comes_with_the_fields_that_it_has_here(mixed: Cluster) -> N
             unpack(("test_no_pickle:Point", {"x": 1}))
 
 
-def test_a_class_of_a_script_has_two_names_in_a_spawned_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    parent, child = Serializer(), Serializer()
-    for module, serializer in (("__main__", parent), ("__mp_main__", child)):
-        monkeypatch.setattr(Point, "__module__", module)
-        serializer.plain.register(Point, lambda point: point.x, lambda x: Point(x, ()))
-    for sender, receiver in ((parent, child), (child, parent)):
-        body, _ = sender.codec.encode(sender.plain.convert(Point(3, ()), "value", False))  # type: ignore[misc]
-        assert receiver.codec.decode(body, []).x == 3
-
-
 @pytest.mark.parametrize(
     "packed", [("bytearray", 1 << 60), ("set", 1), ("torch.dtype", "os"), ("torch.nn.Parameter", 1), ("no:type", 1)]
 )

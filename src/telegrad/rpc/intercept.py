@@ -186,7 +186,8 @@ def register_type(
         kind: a class of the program or of a library, without its subclasses. Telegrad, PyTorch and Python encode their
             own types, as in Telegrad's own messages: built-in types, exceptions and functions among them.
         pack: returns for an object what is sent instead: any value that can be sent. Its tensors travel as in other
-            calls. A dataclass needs neither function: its fields are sent.
+            calls. A dataclass needs neither function: its fields and other attributes are sent. As with pickle, its
+            constructor and ``__post_init__`` do not run again; pass functions if they have to check what arrives.
         unpack: returns an object for that value, on the receiver; sent as any function is, by its name if it has one.
             The receiver needs no registration, except to send such objects itself.
 

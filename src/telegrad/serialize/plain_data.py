@@ -244,17 +244,25 @@ def _short(value: object) -> str:
 
 
 def pack_dataclass(value: Any) -> dict[str, object]:
-    """Return the fields of a dataclass."""
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    """Return the fields of a dataclass, and attributes that only the object has."""
+    kind = type(value)
+    further = {name: each for name, each in getattr(value, "__dict__", {}).items() if not hasattr(kind, name)}
+    return further | {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def unpack_dataclass(kind: type[Any], values: dict[str, Any]) -> Any:
-    """Create an object of a dataclass from its fields."""
-    fields = dataclasses.fields(kind)
-    if type(values) is not dict or set(values) != {field.name for field in fields}:
+    """Create an object of a dataclass from the output of `pack_dataclass`.
+
+    The constructor is not called: it may change the fields again.
+    """
+    names = {field.name for field in dataclasses.fields(kind)}
+    if (
+        type(values) is not dict
+        or not names <= set(values)
+        or any(type(name) is not str or hasattr(kind, name) for name in set(values) - names)
+    ):
         raise SerializationError(f"an object of {kind.__qualname__} came with other fields than the class has here")
-    made = kind(**{field.name: values[field.name] for field in fields if field.init})
-    for field in fields:
-        if not field.init:
-            object.__setattr__(made, field.name, values[field.name])
+    made: Any = kind.__new__(kind)  # type: ignore[call-overload]
+    for name, value in values.items():
+        object.__setattr__(made, name, value)  # also of a frozen class
     return made
