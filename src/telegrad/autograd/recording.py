@@ -96,6 +96,15 @@ def edge_of(tensor: Tensor) -> tuple[GradientEdge, Node | None]:
     return GradientEdge(node, number), None if tensor.is_leaf else owner
 
 
+def _gets_gradients(leaf: Tensor) -> bool:
+    """Return whether a leaf that is a view accumulates gradients. Needs grad mode.
+
+    A view that was made under no_grad requires grad if its base does, and has no node.
+    """
+    node = leaf.view_as(leaf).grad_fn if leaf.layout is torch.strided else leaf.transpose(0, 0).grad_fn
+    return node is not None and node.next_functions[0][0] is not None
+
+
 def edges_of(record: Sent) -> tuple[GradientEdge | None, ...]:
     """Return the edges of a message's tensors; None for those without gradient."""
     with torch.inference_mode(False), torch.enable_grad():
@@ -124,7 +133,8 @@ def record_sent(message: int, peer: int, tensors: Sequence[Tensor], epoch: int =
     for tensor in tensors:
         node = tensor.grad_fn
         if node is None:
-            edges.append(tensor)
+            # Readers skip a tensor that does not require grad, as a leaf of which that was changed.
+            edges.append(tensor.detach() if tensor._is_view() and not _gets_gradients(tensor) else tensor)
         elif not isinstance(node, _python_function):
             edges.append(GradientEdge(node, tensor.output_nr))
         else:
