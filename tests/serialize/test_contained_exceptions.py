@@ -12,6 +12,15 @@ from telegrad.testing import Cluster
 from telegrad.types import WorkerInfo
 
 
+@pytest.mark.parametrize("notes", [5, "abc", [1]])
+def test_notes_that_are_no_list_of_texts(notes: Any) -> None:
+    error = ValueError("x")
+    error.__notes__ = notes
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    (note,) = sent(error).__notes__
+    assert note.startswith("Its attributes (lock) were not sent")
+
+
 class Coded(Exception):
     def __init__(self, *, code: int, **attributes: Any) -> None:
         super().__init__()

@@ -35,6 +35,11 @@ class Color(enum.Enum):
 Point = collections.namedtuple("Point", "x y")
 
 
+class BrokenRepr:
+    def __repr__(self):
+        raise ZeroDivisionError
+
+
 @dataclasses.dataclass
 class Box:
     content: object
@@ -268,6 +273,7 @@ def closure_over(lock):
         ({"a": {"b": threading.Lock()}}, "value['a']['b']"),
         (Holder(part=Holder(lock=threading.Lock())), "value.part.lock"),
         ([closure_over(threading.Lock())], "value[0] (its variable lock)"),
+        ({BrokenRepr(): threading.Lock()}, "value[<BrokenRepr>]"),
         (Holder(f=1).__init__.__get__(Holder(lock=threading.Lock())), "value.__self__.lock"),
     ],
     ids=lambda case: case if isinstance(case, str) else "",

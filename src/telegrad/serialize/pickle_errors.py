@@ -82,5 +82,8 @@ def _refuses(value: object) -> bool:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # user code
+        return f"<{type(value).__name__}>"
     return text if len(text) <= 60 else f"<{type(value).__name__}>"
