@@ -1,14 +1,13 @@
 """The program's part in every call: interceptors, picklers and types."""
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from telegrad.errors import TelegradError
-from telegrad.serialize.plain_data import pack_dataclass, unpack_dataclass
+from telegrad.serialize.plain_data import is_own_type, pack_dataclass, unpack_dataclass
 from telegrad.serialize.program_pickler import BodyPickler, Pickler
 from telegrad.worker.calls.callables import require_plain_function
 from telegrad.worker.calls.interceptors import Interceptor
@@ -19,8 +18,6 @@ __all__ = ["Registration", "intercept", "register_type", "use_pickler"]
 T = TypeVar("T")
 
 _REMEDY = "Return proceed(call), which is a future, and use its then() for what follows."
-_OWN_PACKAGES = frozenset(("builtins", "torch", "telegrad"))
-_OWN_TYPES = frozenset((OrderedDict, partial))  # of the standard library, in messages of Telegrad
 
 
 class Registration:
@@ -215,8 +212,8 @@ def register_type(
         raise TypeError(f"rpc.register_type takes a class and two functions, and got {kind!r}, {pack!r}, {unpack!r}")
     worker = open_worker()
     serializer = worker.messages.serializer
-    package = str(kind.__module__).partition(".")[0]
-    if package in _OWN_PACKAGES or kind in _OWN_TYPES or issubclass(kind, type) or kind in serializer.extensions:
+    if is_own_type(kind) or kind in serializer.extensions:
+        package = str(kind.__module__).partition(".")[0]
         raise ValueError(
             f"Telegrad encodes {kind.__qualname__} itself, as a type of {package}; register a class of the program"
         )

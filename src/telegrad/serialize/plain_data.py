@@ -10,7 +10,9 @@ A receiver makes an object from a record only if it knows the key; it imports no
 """
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Container
+from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -21,15 +23,13 @@ from telegrad.serialize.module_imports import canonical
 from telegrad.serialize.pickle_errors import describe_type
 from telegrad.serialize.tensor_layout import is_of_transform, is_plain, memory_of
 
-__all__ = ["PlainData", "Record", "pack_dataclass", "unpack_dataclass"]
+__all__ = ["PlainData", "Record", "is_own_type", "pack_dataclass", "unpack_dataclass"]
 
 _LONG = 1024  # bytes; the codec encodes a longer text once per message (csrc/codec/encoder.cc)
 _ATOMS = (type(None), bool, int, float, complex)
-_HINT = (
-    "this worker sends plain data and tensors only (option allow_pickle=False): send it in this form, or register its"
-    " type with rpc.register_type on both workers"
-)
-
+_ONLY = "this worker sends plain data and tensors only (option allow_pickle=False)"
+_OWN_PACKAGES = frozenset(("builtins", "torch", "telegrad"))
+_OWN_TYPES = frozenset((OrderedDict, partial))  # of the standard library, in messages of Telegrad
 _SPARSE_HINT = (
     "this worker sends plain data and dense tensors only (option allow_pickle=False). Send its indices and values, or"
     " its to_dense(). If it is a gradient of a backward pass, let the operation make a dense one, for example by"
@@ -170,7 +170,9 @@ class _Conversion:
             try:
                 encoded = value.encode()
             except UnicodeEncodeError:
-                raise PickleRefused(f"cannot send {path}: the text is not valid Unicode; {_HINT}") from None
+                raise PickleRefused(
+                    f"cannot send {path}: the text is not valid Unicode; {_ONLY}: send its bytes"
+                ) from None
         else:
             encoded = value
         if len(encoded) < _LONG:
@@ -198,7 +200,7 @@ class _Conversion:
 
     def _check_depth(self, value: object, path: str, depth: int) -> None:
         if id(value) in self._outer or depth > self._max_depth:
-            raise PickleRefused(f"cannot send {path:.200}: it is nested too deeply, or contains itself; {_HINT}")
+            raise PickleRefused(f"cannot send {path:.200}: it is nested too deeply, or contains itself; {_ONLY}")
 
     def _tensor(self, value: torch.Tensor, path: str) -> torch.Tensor:
         if is_of_transform(value):
@@ -232,7 +234,20 @@ class _Conversion:
             kind += f" ({value.layout}, on {value.device}, {value.dtype})"
             if value.layout is not torch.strided:
                 raise PickleRefused(f"cannot send {path}, of type {kind}: {_SPARSE_HINT}")
-        raise PickleRefused(f"cannot send {path}, of type {kind}: {_HINT}")
+        raise PickleRefused(f"cannot send {path}, of type {kind}: {_ONLY}: {_remedy(value)}")
+
+
+def is_own_type(kind: type) -> bool:
+    """Return whether Telegrad encodes a type itself, which cannot be registered."""
+    package = str(kind.__module__).partition(".")[0]
+    return package in _OWN_PACKAGES or kind in _OWN_TYPES or issubclass(kind, type)
+
+
+def _remedy(value: object) -> str:
+    forms: dict[Any, str] = {dict: "dict(value)", list: "list(value)", (tuple, range): "tuple(value)"}
+    form = next((form for kind, form in forms.items() if isinstance(value, kind)), "it in this form")
+    further = "" if is_own_type(type(value)) else ", or register its type with rpc.register_type on both workers"
+    return f"send {form}{further}"
 
 
 def _short(value: object) -> str:
