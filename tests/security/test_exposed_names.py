@@ -1,6 +1,8 @@
 """Tests of the arguments of `rpc.expose`, and of what its patterns match."""
 
 import functools
+import os
+import pickle
 import sys
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import nn
 from trust_helpers import Net, double
 
 from telegrad import rpc
+from telegrad.errors import NotExposed
 from telegrad.worker.serving.exposure import AllowList, ExposedNames
 
 
@@ -65,6 +68,55 @@ def test_a_pattern_covers_a_function_that_a_spawned_process_names(monkeypatch: p
     names = ExposedNames()
     names.add("__main__", "dou*")
     assert AllowList("w1", names).find_function(b"G__mp_main__\0double") is double
+
+
+class Borrowing:
+    loads = pickle.loads
+    getpid = staticmethod(os.getpid)
+    dump = functools.partial(pickle.dumps)
+    linear = nn.Linear
+    limit = 5
+
+    def method(self) -> int:
+        return 1
+
+    @classmethod
+    def of_class(cls) -> int:
+        return 2
+
+    @staticmethod
+    @functools.lru_cache
+    def cached() -> int:
+        return 3
+
+    @property
+    def of_object(self) -> int:
+        return 4
+
+    class Inner:
+        pass
+
+
+def test_an_exposed_class_does_not_expose_functions_of_other_modules() -> None:
+    names = ExposedNames()
+    names.add(__name__, "Borrowing.*")
+    policy, value = AllowList("w1", names), Borrowing()
+    for name in ("loads", "getpid", "dump", "linear"):
+        for find in (policy.method_of, policy.read):
+            with pytest.raises(NotExposed, match=f"does not expose '{name}'"):
+                find(value, name)
+    assert [policy.method_of(value, name)() for name in ("method", "of_class", "cached")] == [1, 2, 3]
+    assert type(policy.method_of(value, "Inner")()) is Borrowing.Inner
+    assert [policy.read(value, name) for name in ("of_object", "limit")] == [4, 5]
+    names.add(__name__, "Borrowing.getpid")
+    assert policy.method_of(value, "getpid")() == os.getpid()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(nn.Linear, "forward"), (torch.Tensor, "backward"), (list, "append")])
+def test_classes_of_libraries_expose_their_methods(kind: Any, name: str) -> None:
+    names = ExposedNames()
+    names.add(kind.__module__, f"{kind.__qualname__}.*")
+    AllowList("w1", names).method_of(kind, name)
 
 
 def test_a_wrong_option() -> None:

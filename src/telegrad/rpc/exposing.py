@@ -27,8 +27,9 @@ def expose(target: Any, /) -> Any:
     process. Telegrad's own functions for streams, maps, optimizers, remote modules and groups are always allowed; the
     program's functions, methods, modules and losses that they run have to be exposed.
 
-    A class is exposed with the public methods that it defines itself, and its objects may be called. For inherited
-    methods, expose them or the class that defines them.
+    A class is exposed with the public methods, properties, attributes and classes that it defines itself, but not with
+    functions of other modules that are among its attributes. Its objects may be called. For inherited members, expose
+    them or the class that defines them.
 
     In a name, a wildcard stands for part of one component between dots that does not begin with an underscore.
     A pattern exposes what the module or class defines, and nothing that it has imported or inherited. A name without

@@ -181,7 +181,7 @@ def register_type(
 
     Args:
         kind: a class of the program or of a library, without its subclasses. Telegrad, PyTorch and Python encode their
-            own types, as in Telegrad's own messages: built-in types, exceptions and functions among them.
+            own types, as in Telegrad's own messages: built-in types and exceptions, and functions.
         pack: returns for an object what is sent instead: any value that can be sent. Its tensors travel as in other
             calls. A dataclass needs neither function: its fields and other attributes are sent. As with pickle, its
             constructor and ``__post_init__`` do not run again; pass functions if they have to check what arrives.

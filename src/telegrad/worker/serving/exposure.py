@@ -257,7 +257,11 @@ class AllowList:
         for kind in (owner, definer):
             if kind is not None and self._names.has_name((kind.__module__, f"{kind.__qualname__}.{name}")):
                 return
-        if definer is not None and self._names.has_pattern((definer.__module__, f"{definer.__qualname__}.{name}")):
+        if (
+            definer is not None
+            and self._names.has_pattern((definer.__module__, f"{definer.__qualname__}.{name}"))
+            and not _is_borrowed(definer, name)
+        ):
             return
         if name == "__call__" and owner is not value and self._names.has_name((owner.__module__, owner.__qualname__)):
             return  # the class is exposed, and its objects are made to be called
@@ -270,6 +274,18 @@ class AllowList:
 
     def _refuse(self, what: str, name: str) -> NoReturn:
         raise NotExposed(self._worker, what, f"There, decorate it with @rpc.expose, or call rpc.expose({name}).")
+
+
+def _is_borrowed(definer: type, name: str) -> bool:
+    """Return whether a member is a function or class of another module.
+
+    An example is ``load = pickle.loads``.
+    """
+    member = definer.__dict__[name]
+    member = getattr(member, "__func__", member)  # of a class method or static method
+    home = canonical(getattr(member, "__module__", None) or definer.__module__)
+    is_elsewhere = callable(member) and home != canonical(definer.__module__)
+    return is_elsewhere and getattr(member, "__qualname__", "") != f"{definer.__qualname__}.{name}"
 
 
 def _has_method_of_torch(value: object, name: str) -> bool:
