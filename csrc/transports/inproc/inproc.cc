@@ -8,24 +8,22 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
-#include <numeric>
 #include <span>
 #include <system_error>
 
 #include "base/fork_handlers.h"
 #include "base/unique_fd.h"
 #include "core/left_out.h"
+#include "transports/inproc/lease_pool.h"
 #include "transports/transports.h"
 
 namespace telegrad {
 namespace {
 
-constexpr std::size_t kMaxQueued = 4 << 20;   // bytes queued per direction before `send` returns kBlocked
-constexpr std::size_t kMaxLeased = 16 << 20;  // bytes that one link leases at most
+constexpr std::size_t kMaxQueued = 4 << 20;  // bytes queued per direction before `send` returns kBlocked
 
 /// Descriptor with controllable readiness: one end of a socket pair, with the other end held here. A byte sent from the
 /// other end makes it readable; a full buffer makes it unwritable.
@@ -76,81 +74,6 @@ class ReadinessFd {
   UniqueFd outside_, inside_;
   bool readable_ = false;
   bool writable_ = true;
-};
-
-/// Mutex of all lease pools: a forked child may release memory that it inherited.
-std::mutex& lease_mutex() {
-  static auto* m = new std::mutex;  // never destroyed: forks hold it
-  return *m;
-}
-
-[[maybe_unused]] const bool leases_registered = lock_at_fork(lease_mutex());
-
-/// Leased memory of one link. Each lease has as many holders as there are blocks for it: the sender's, the receiver's,
-/// or for a short time both.
-class LeasePool : public std::enable_shared_from_this<LeasePool> {
- public:
-  /// Leases memory; null if not enough is left.
-  std::optional<LinkLease> lease(std::size_t size) {
-    std::lock_guard lock(lease_mutex());
-    if (size > kMaxLeased - leased_) return std::nullopt;
-    const std::size_t rounded = (std::max(size, kAlignment) + kAlignment - 1) / kAlignment * kAlignment;
-    auto* memory = static_cast<std::byte*>(std::aligned_alloc(kAlignment, rounded));
-    if (!memory) return std::nullopt;
-    const std::uint64_t lease = next_++;
-    regions_.emplace(lease, Region{.memory = memory, .size = size, .holders = 0});
-    leased_ += size;
-    return LinkLease{.lease = lease, .memory = hold(lease, 0, size)};
-  }
-
-  /// Returns the receiver's block for a lease, or a part of it; null if the lease is unknown or has been passed on.
-  BlockPtr pass(const OutSegment& s) {
-    std::lock_guard lock(lease_mutex());
-    const auto found = s.lease ? regions_.find(s.lease) : regions_.end();
-    if (found == regions_.end() || found->second.holders != 1) return nullptr;
-    std::byte* memory = found->second.memory;
-    if (s.data < memory || s.data + s.size > memory + found->second.size) return nullptr;
-    const auto begin = static_cast<std::size_t>(s.data - memory);
-    return begin % kAlignment == 0 ? hold(s.lease, begin, s.size) : nullptr;
-  }
-
- private:
-  struct Region {
-    std::byte* memory;
-    std::size_t size;
-    int holders;
-  };
-
-  class Holder final : public Block {
-   public:
-    Holder(std::byte* data, std::size_t size, std::uint64_t lease, std::shared_ptr<LeasePool> leases)
-        : Block(data, size), lease_(lease), pool_(std::move(leases)) {}
-    ~Holder() override { pool_->release(lease_); }
-
-   private:
-    const std::uint64_t lease_;
-    const std::shared_ptr<LeasePool> pool_;
-  };
-
-  BlockPtr hold(std::uint64_t lease, std::size_t begin, std::size_t size) {
-    Region& region = regions_.at(lease);
-    auto block = std::make_unique<Holder>(region.memory + begin, size, lease, shared_from_this());
-    ++region.holders;
-    return block;
-  }
-
-  void release(std::uint64_t lease) {
-    std::lock_guard lock(lease_mutex());
-    const auto found = regions_.find(lease);
-    if (--found->second.holders > 0) return;
-    leased_ -= found->second.size;
-    std::free(found->second.memory);
-    regions_.erase(found);
-  }
-
-  std::map<std::uint64_t, Region> regions_;
-  std::uint64_t next_ = 1;
-  std::size_t leased_ = 0;
 };
 
 struct QueuedMessage {
