@@ -11,6 +11,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <numeric>
 #include <span>
 #include <system_error>
 
