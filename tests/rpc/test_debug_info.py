@@ -156,6 +156,7 @@ def test_a_coroutine_is_deferred(clean: Cluster) -> None:
     assert (request.function, request.caller, request.state) == (f"{__name__}.wait_for", "w0", "deferred")
     assert request.thread == ""
     assert clean[1].debug_info().counts.deferred_requests == 1
+    eventually(lambda: clean[1]._worker.loop._loop is not None)  # the request is deferred before the loop begins
     clean[1]._worker.loop._loop.call_soon_threadsafe(event.value.set)  # type: ignore[union-attr]
     assert future.wait() == 1
 
