@@ -305,7 +305,7 @@ def test_requests_that_wait_for_a_reference() -> None:
         gate.wait_for()
         parked = [rref.rpc_async().upper() for _ in range(2)]
         eventually(lambda: group[1].debug_info().counts.parked_requests == 2)
-        assert limit_of(group, 1, "max_waiting_messages").used == 2
+        eventually(lambda: limit_of(group, 1, "max_waiting_messages").used == 2)
         with pytest.raises(Overloaded, match="max_waiting_messages") as raised:
             rref.rpc_sync().upper()
         assert raised.value.limit == "max_waiting_messages"

@@ -50,7 +50,17 @@ def break_connections(w: Cluster) -> None:
     with end:
         end.shutdown(socket.SHUT_RDWR)
     for one, epoch in zip((w[0], w[1]), before, strict=True):
-        eventually(lambda one=one, epoch=epoch: one._worker.references.epoch_of(1 - one._worker.info.id) > epoch)  # type: ignore[misc]
+        wait_until_handled(one, epoch)
+
+
+def wait_until_handled(one: rpc.Worker, epoch: int) -> None:
+    """Wait until a worker has handled the end of the session with the other one.
+
+    Calls that it makes meanwhile may fail with the ended session.
+    """
+    eventually(lambda: one._worker.references.epoch_of(1 - one._worker.info.id) > epoch)
+    stats = one._worker.engine.stats
+    eventually(lambda: (now := stats())["running_handlers"] == now["running_requests"])
 
 
 def test_both_ends_lose_what_the_session_counted(w: Cluster) -> None:
@@ -199,7 +209,7 @@ def test_the_next_session_waits_until_the_end_of_the_last_is_handled(
     with end:
         end.shutdown(socket.SHUT_RDWR)
     news.wait_for()
-    eventually(lambda: w[0]._worker.references.epoch_of(1) > 0)
+    wait_until_handled(w[0], 0)
     made = w[0].remote("w1", list)
     with pytest.raises(RpcTimeout):
         w[0].rpc_sync("w1", abs, (-1,), timeout=0.3)

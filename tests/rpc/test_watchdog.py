@@ -142,6 +142,7 @@ def test_a_coroutine_that_waits_is_reported_once(
     assert line.index("in wait_for\n") < line.index("in enter\n") < line.index("in inside\n")
     waiting.value.open()
     future.wait() if isinstance(future, torch.futures.Future) else future.to_here()
+    eventually(lambda: not clean[1].debug_info().requests)  # the reply leaves before the request ends
     clocked.watchdog.check()
     assert not clocked.watchdog._reported
 
@@ -195,10 +196,11 @@ def test_the_option(threads: int, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     with cluster(2, rpc.Options(stuck_handler_timeout=0.02, num_worker_threads=threads)):
         future = rpc.rpc_async("w1", gate.enter)
-        eventually(lambda: lines(caplog), what="the warning")
+        # On a busy machine, other handlers may be reported, too.
+        eventually(lambda: [line for line in lines(caplog) if "Gate.enter" in line], what="the warning")
         gate.open()
         future.wait()
-    assert len(lines(caplog)) == 1
+    assert len([line for line in lines(caplog) if "Gate.enter" in line]) == 1
 
 
 def test_the_option_for_coroutines(caplog: pytest.LogCaptureFixture) -> None:
