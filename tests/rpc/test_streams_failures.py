@@ -339,11 +339,14 @@ def test_the_deadline_of_the_readers_request_applies() -> None:
 
 
 def test_a_coroutine_must_not_block_the_loop() -> None:
-    async def blocks() -> list[int]:
-        return list(rpc.stream("w0", numbers, (3,)))
+    gate = Gate()
+
+    async def blocks(gate: Gate) -> list[int]:
+        return list(rpc.stream("w0", waits, (gate,)))
 
     with pytest.raises(RuntimeError, match="reading a stream would block the event loop"):
-        rpc.rpc_sync("w1", blocks)
+        rpc.rpc_sync("w1", blocks, (gate,))
+    gate.open()
 
     async def awaits() -> list[int]:
         return [item async for item in rpc.stream("w0", numbers, (3,))]
