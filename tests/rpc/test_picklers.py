@@ -5,13 +5,13 @@ import asyncio
 import collections
 import functools
 import json
-import pickle
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from pickler_helpers import Plain
 
 from telegrad import autograd, rpc
 from telegrad.errors import RemoteError, RpcTimeout, SerializationError, TelegradError
@@ -153,14 +153,6 @@ def test_values_that_the_pickler_refuses() -> None:
     with pytest.raises(TypeError, match="no JSON for set") as raised:
         rpc.rpc_sync("w1", set, ([1],))
     assert isinstance(raised.value, RemoteError)
-
-
-class Plain:
-    def serialize(self, value: Any) -> tuple[bytes, list[torch.Tensor]]:
-        return pickle.dumps(value), []
-
-    def deserialize(self, data: bytes, tensors: list[torch.Tensor]) -> Any:
-        return pickle.loads(data)
 
 
 class Wrong(Plain):

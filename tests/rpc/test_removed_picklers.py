@@ -1,11 +1,10 @@
 """Picklers that are removed while calls have begun."""
 
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
+from pickler_helpers import Plain
 
 from telegrad import rpc
 from telegrad.errors import RemoteError
@@ -14,12 +13,8 @@ from telegrad.testing import Cluster, Gate
 pytestmark = [pytest.mark.usefixtures("clean")]
 
 
-class First:
-    def serialize(self, value: Any) -> tuple[bytes, list[torch.Tensor]]:
-        return pickle.dumps(value), []
-
-    def deserialize(self, data: bytes, tensors: list[torch.Tensor]) -> Any:
-        return pickle.loads(data)
+class First(Plain):
+    pass
 
 
 class OfTheCallee(First):
