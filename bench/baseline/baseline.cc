@@ -74,38 +74,38 @@ void end(pid_t pid) {
 
 // ---- shared memory
 
-struct Cell {
+struct SharedCounters {
   alignas(64) std::atomic<std::uint64_t> there = 0;
   alignas(64) std::atomic<std::uint64_t> back = 0;
 };
 
 /// Yields now and then: on one core the other process must run too.
-void spin_until(const std::atomic<std::uint64_t>& cell, std::uint64_t value) {
-  for (std::uint32_t spins = 1; cell.load(std::memory_order_acquire) != value; ++spins) {
+void spin_until(const std::atomic<std::uint64_t>& counter, std::uint64_t value) {
+  for (std::uint32_t spins = 1; counter.load(std::memory_order_acquire) != value; ++spins) {
     if (spins % 4096 == 0) sched_yield();
   }
 }
 
-Cell& shared_cell() {
-  void* memory = mmap(nullptr, sizeof(Cell), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+SharedCounters& shared_counters() {
+  void* memory = mmap(nullptr, sizeof(SharedCounters), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) die("mmap");
-  return *new (memory) Cell;
+  return *new (memory) SharedCounters;
 }
 
-[[noreturn]] void answer(Cell& cell) {
+[[noreturn]] void answer(SharedCounters& counters) {
   for (std::uint64_t i = 1;; ++i) {
-    spin_until(cell.there, i);
-    cell.back.store(i, std::memory_order_release);
+    spin_until(counters.there, i);
+    counters.back.store(i, std::memory_order_release);
   }
 }
 
 void ring(double seconds) {
-  Cell& cell = shared_cell();
-  const pid_t other = child([&] { answer(cell); });
+  SharedCounters& counters = shared_counters();
+  const pid_t other = child([&] { answer(counters); });
   std::uint64_t i = 0;
   repeat(seconds, [&] {
-    cell.there.store(++i, std::memory_order_release);
-    spin_until(cell.back, i);
+    counters.there.store(++i, std::memory_order_release);
+    spin_until(counters.back, i);
   });
   end(other);
 }
@@ -119,7 +119,7 @@ void stay_on(int core) {
 
 /// Few round trips together, and of many such times the best: another process may have the core in between.
 void apart() {
-  constexpr int kTimes = 40, kTogether = 200;
+  constexpr int kTimes = 40, kRoundTrips = 200;
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) die("sched_getaffinity");
   int first = -1, last = -1;
@@ -128,20 +128,20 @@ void apart() {
     if (first < 0) first = core;
     last = core;
   }
-  Cell& cell = shared_cell();
+  SharedCounters& counters = shared_counters();
   const pid_t other = child([&] {
     stay_on(last);
-    answer(cell);
+    answer(counters);
   });
   stay_on(first);
   std::uint64_t i = 0;
   for (int time = 0; time < kTimes; ++time) {
     const double start = now();
-    for (int once = 0; once < kTogether; ++once) {
-      cell.there.store(++i, std::memory_order_release);
-      spin_until(cell.back, i);
+    for (int once = 0; once < kRoundTrips; ++once) {
+      counters.there.store(++i, std::memory_order_release);
+      spin_until(counters.back, i);
     }
-    std::printf("%.9f\n", (now() - start) / kTogether);
+    std::printf("%.9f\n", (now() - start) / kRoundTrips);
   }
   end(other);
 }

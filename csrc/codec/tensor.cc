@@ -9,27 +9,27 @@ namespace telegrad::codec {
 namespace {
 
 // Owner of a tensor over received memory. One allocation: the sizes follow the struct.
-struct Borrowed {
+struct TensorOwner {
   dlpack::ManagedTensor managed;
   SegmentMemory memory;
   bool* deleted;  // set by the deleter while the tensor is created, to decide which side cleans up after a failure
 
-  static Borrowed* make(int ndim) {
-    void* room = std::malloc(sizeof(Borrowed) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ndim));
+  static TensorOwner* make(int ndim) {
+    void* room = std::malloc(sizeof(TensorOwner) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ndim));
     if (!room) throw std::bad_alloc();
-    return new (room) Borrowed{};
+    return new (room) TensorOwner{};
   }
 
   std::int64_t* sizes() { return reinterpret_cast<std::int64_t*>(this + 1); }
 
   static void destroy(dlpack::ManagedTensor* managed) {
-    auto* self = static_cast<Borrowed*>(managed->context);
+    auto* self = static_cast<TensorOwner*>(managed->context);
     if (self->deleted) *self->deleted = true;
-    self->~Borrowed();
+    self->~TensorOwner();
     std::free(self);
   }
 };
-static_assert(alignof(Borrowed) >= alignof(std::int64_t));
+static_assert(alignof(TensorOwner) >= alignof(std::int64_t));
 
 // Up to this size a tensor with holes is sent with them and keeps its strides, as in torch.
 constexpr std::int64_t kSmallSpan = 8 << 10;
@@ -297,35 +297,35 @@ PyObject* TensorBridge::rebuild_plain(const TensorSpec& spec, SegmentMemory memo
 }
 
 PyObject* TensorBridge::rebuild_natively(const TensorSpec& spec, SegmentMemory& memory) const {
-  Borrowed* borrowed = Borrowed::make(spec.ndim);
-  std::int64_t* shape = borrowed->sizes();
+  TensorOwner* tensor_owner = TensorOwner::make(spec.ndim);
+  std::int64_t* shape = tensor_owner->sizes();
   std::int64_t* strides = shape + spec.ndim;
   for (int i = 0; i < spec.ndim; ++i) {
     shape[i] = spec.shape[i];
     strides[i] = spec.strides[i];
   }
-  borrowed->memory = std::move(memory);
+  tensor_owner->memory = std::move(memory);
   bool deleted = false;
-  borrowed->deleted = &deleted;
-  void* data = borrowed->memory.valid() ? borrowed->memory.data() : nothing;
-  borrowed->managed = {
+  tensor_owner->deleted = &deleted;
+  void* data = tensor_owner->memory.valid() ? tensor_owner->memory.data() : nothing;
+  tensor_owner->managed = {
       .version = {dlpack::kMajorVersion, 0},
-      .context = borrowed,
-      .deleter = Borrowed::destroy,
+      .context = tensor_owner,
+      .deleter = TensorOwner::destroy,
       .flags = 0,
       .tensor = {data, {dlpack::kCpu, 0}, spec.ndim, {spec.dtype->dl_code, spec.dtype->bits, 1}, shape, strides, 0},
   };
   void* made = nullptr;
-  const int failed = api_->managed_to_object(&borrowed->managed, &made);
+  const int failed = api_->managed_to_object(&tensor_owner->managed, &made);
   if (failed || !made) {
     if (!deleted) {
-      memory = std::move(borrowed->memory);
-      Borrowed::destroy(&borrowed->managed);
+      memory = std::move(tensor_owner->memory);
+      TensorOwner::destroy(&tensor_owner->managed);
     }
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch made no tensor from the received memory");
     return nullptr;
   }
-  borrowed->deleted = nullptr;
+  tensor_owner->deleted = nullptr;
   nb::object tensor = nb::steal(static_cast<PyObject*>(made));
   if (spec.requires_grad && PyObject_SetAttr(tensor.ptr(), requires_grad_.ptr(), Py_True) < 0) return nullptr;
   return tensor.release().ptr();

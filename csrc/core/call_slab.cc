@@ -4,7 +4,7 @@ namespace telegrad {
 
 std::uint64_t CallSlab::open(std::int32_t peer) {
   if (free_.empty()) {
-    if (size_ % kTogether == 0) blocks_.push_back(std::make_unique<Call[]>(kTogether));
+    if (size_ % kSlotsPerBlock == 0) blocks_.push_back(std::make_unique<Call[]>(kSlotsPerBlock));
     free_.push_back(size_++);
   }
   const std::uint32_t index = free_.back();

@@ -101,9 +101,9 @@ class CallSlab {
   }
 
  private:
-  static constexpr std::uint64_t kTogether = 64;  // slots per allocation
+  static constexpr std::uint64_t kSlotsPerBlock = 64;
 
-  Call& at(std::uint64_t index) const { return blocks_[index / kTogether][index % kTogether]; }
+  Call& at(std::uint64_t index) const { return blocks_[index / kSlotsPerBlock][index % kSlotsPerBlock]; }
   std::uint64_t id_of(std::uint32_t index) const { return (std::uint64_t{at(index).generation} << 32) | (index + 1); }
 
   std::vector<std::unique_ptr<Call[]>> blocks_;

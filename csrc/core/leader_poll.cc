@@ -88,13 +88,13 @@ bool Leader::poll(Spin& spin, Nanos until, bool may_block, LeaderHandoff::Term t
     if (!handoff_.begin_poll(term)) return false;
     const bool found = poll_once(turn);
     after_poll();
-    const std::uint32_t patience = busy_polled_.empty() ? kYieldEvery : kYieldEveryMemoryPolls;
+    const std::uint32_t polls_per_yield = busy_polled_.empty() ? kYieldEvery : kYieldEveryMemoryPolls;
     handoff_.end_poll(term);
     if (found) {
       spin.hit(now() - start);
       return true;
     }
-    if (turn >= kLastActivePolls && turn % patience == 0 && !Spin::yield()) break;
+    if (turn >= kLastActivePolls && turn % polls_per_yield == 0 && !Spin::yield()) break;
   }
   if (parts_.sender.has_coalesced()) parts_.sender.flush_coalesced();
   if (!may_block) {

@@ -11,8 +11,6 @@
 namespace telegrad::python {
 namespace {
 
-using KnownField = telegrad::wire::KnownNameField;
-
 /// Reports whether a function without arguments returns `what`. Throws nb::python_error.
 bool returns(const nb::object& function, PyObject* what) {
   return python_result(PyObject_CallNoArgs(function.ptr())).ptr() == what;
@@ -62,7 +60,7 @@ Preparer::Preparer(const Engine& engine, const codec::Codec& codec, const Autogr
       form_type_(environment.attr("form_type")),
       request_type_(environment.attr("request_type")),
       future_type_(environment.attr("future_type")),
-      no_devices_(environment.attr("no_devices")),
+      future_devices_(nb::list()),
       by_value_(environment.attr("by_value")),
       interceptors_(environment.attr("interceptors")),
       is_grad_enabled_(environment.attr("is_grad_enabled")),
@@ -237,6 +235,7 @@ std::int32_t Preparer::find_peer(nb::handle to) const {
 
 /// Finds the name of a method or function: the cached one if it still names this function, else by `NameTable.find`.
 Preparer::Name Preparer::find_name(nb::handle function) const {
+  using Field = telegrad::wire::KnownNameField;
   Name name;
   if (PyUnicode_CheckExact(function.ptr())) {
     if (PyObject* known = find(methods_, function)) {
@@ -248,11 +247,11 @@ Preparer::Name Preparer::find_name(nb::handle function) const {
     PyObject* known = in_python([&] { return PyDict_GetItemWithError(functions_.ptr(), function.ptr()); });
     if (!known && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
     PyErr_Clear();  // it cannot be hashed
-    if (known && PyTuple_Check(known) && PyTuple_GET_SIZE(known) == KnownField::kCount) {
-      PyObject* home = PyTuple_GET_ITEM(known, KnownField::kHome);
-      if (home == Py_None || find(nb::borrow(home), PyTuple_GET_ITEM(known, KnownField::kName)) == function.ptr()) {
-        name.number = number_of(PyTuple_GET_ITEM(known, KnownField::kNumber));
-        name.text = nb::borrow(PyTuple_GET_ITEM(known, KnownField::kText));
+    if (known && PyTuple_Check(known) && PyTuple_GET_SIZE(known) == Field::kCount) {
+      PyObject* home = PyTuple_GET_ITEM(known, Field::kHome);
+      if (home == Py_None || find(nb::borrow(home), PyTuple_GET_ITEM(known, Field::kName)) == function.ptr()) {
+        name.number = number_of(PyTuple_GET_ITEM(known, Field::kNumber));
+        name.text = nb::borrow(PyTuple_GET_ITEM(known, Field::kText));
         return name;
       }
     }
@@ -266,7 +265,7 @@ Preparer::Name Preparer::find_name(nb::handle function) const {
 }
 
 nb::object Preparer::future(const PreparedCall& call) const {
-  nb::object future = python_result(call_python(future_type_.ptr(), no_devices_.ptr()));
+  nb::object future = python_result(call_python(future_type_.ptr(), future_devices_.ptr()));
   const nb::object peer = python_result(PyLong_FromLong(call.peer));
   const nb::object timeout = python_result(PyLong_FromLongLong(call.timeout));
   set(future, calls_name_, calls_);
@@ -293,7 +292,7 @@ int Preparer::traverse(visitproc visit, void* arg) const {
                               &form_type_,
                               &request_type_,
                               &future_type_,
-                              &no_devices_,
+                              &future_devices_,
                               &by_value_,
                               &interceptors_,
                               &is_grad_enabled_,

@@ -96,7 +96,7 @@ class Preparer {
   nb::object functions_;                            // dict: function -> _Known, see wire::KnownNameField
   nb::object methods_;                              // dict: method name -> (number, text)
   nb::object current_;                              // the ContextVar of the scope, see telegrad.worker.scope
-  nb::object info_type_, form_type_, request_type_, future_type_, no_devices_;
+  nb::object info_type_, form_type_, request_type_, future_type_, future_devices_;
   nb::object by_value_;      // set: modules that travel by value
   nb::object interceptors_;  // dict: those of this process, see telegrad.worker.calls.interceptors
   nb::object is_grad_enabled_, is_autocast_enabled_, running_loop_;

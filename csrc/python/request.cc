@@ -72,7 +72,7 @@ void RequestServer::serve(Request& arrived) {
       if (nb::cast<bool>(r->slow.attr("has_slow_reply"))) return;
     }
     if (r->target.is_valid()) {
-      call_back(python_.settle, r->target, result);
+      call_back(python_.set_result, r->target, result);
       const nb::object target = nb::make_tuple(r->target[0], r->target[1]);
       reply = encode_basic(codec_, wire::kCreated, wire::kMustDeliver, target);
     } else if (r->slow.is_valid() && nb::cast<bool>(r->slow.attr("has_state"))) {

@@ -24,7 +24,7 @@ struct ServerCallbacks {
         prepare(handlers.attr("prepare")),
         park(handlers.attr("park")),
         accept(handlers.attr("accept")),
-        settle(handlers.attr("settle")),
+        set_result(handlers.attr("set_result")),
         value_of(handlers.attr("value_of")),
         reply(handlers.attr("reply_slow")),
         reply_when_done(handlers.attr("reply_when_done")),
@@ -43,7 +43,7 @@ struct ServerCallbacks {
 
   int traverse(visitproc visit, void* arg) const {
     for (const nb::object* o : {&wait_ready,       &prepare,        &park,        &accept,
-                                &settle,           &value_of,       &reply,       &reply_when_done,
+                                &set_result,       &value_of,       &reply,       &reply_when_done,
                                 &reply_error,      &reply_canceled, &values,      &on_gradients,
                                 &on_context_ended, &info_type,      &clean_state, &admit,
                                 &resolver,         &find_function,  &method_of,   &rerun_for_torch_error}) {
@@ -56,7 +56,7 @@ struct ServerCallbacks {
   nb::object prepare;          // prepare(info, tag, flags, body, segments) -> SlowRequest; None: Python has replied
   nb::object park;             // park(request, slow, receiver, fetches, peer) -> is it parked?
   nb::object accept;           // accept(peer, local id, connection) -> the reference to create
-  nb::object settle;           // settle(reference, value)
+  nb::object set_result;       // set_result(reference, value)
   nb::object value_of;         // value_of(receiver) -> the value, or raises
   nb::object reply;            // reply_slow(info, [result])
   nb::object reply_when_done;  // reply_when_done(info, slow, result, function)

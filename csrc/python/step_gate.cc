@@ -98,12 +98,12 @@ class StepGate {
 
   // ---- steps
 
-  struct Turn {
+  struct StepLock {
     std::size_t overtaken;  // number of handlers of other contexts that are inside
     bool unread;            // no handler and no body of another context is inside
   };
 
-  Turn begin_step(Context context) {
+  StepLock begin_step(Context context) {
     const unsigned long thread = PyThread_get_thread_ident();
     std::unique_lock lock(state_->mutex);
     const Waiting waiting(*state_, {context, thread});
@@ -114,8 +114,8 @@ class StepGate {
     };
     const auto limit = std::chrono::duration<double>(max_wait);
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
-    const auto turn_free = [&] { return !state_->stepping && state_->due == 0; };
-    wait(lock, [&] { return turn_free() && (alone() || Clock::now() >= deadline); }, deadline);
+    const auto step_may_begin = [&] { return !state_->stepping && state_->due == 0; };
+    wait(lock, [&] { return step_may_begin() && (alone() || Clock::now() >= deadline); }, deadline);
     state_->stepping = true;
     const bool no_body =
         std::all_of(state_->bodies.begin(), state_->bodies.end(), [&](Context body) { return body == context; });
@@ -374,7 +374,7 @@ class StepGuard : public Guard {
 
   void enter() {
     check_free();
-    turn_ = gate_.begin_step(context_);
+    lock_ = gate_.begin_step(context_);
     entered_ = true;
   }
 
@@ -382,10 +382,10 @@ class StepGuard : public Guard {
     if (std::exchange(entered_, false)) gate_.end_step();
   }
 
-  const StepGate::Turn& turn() const { return turn_; }
+  const StepGate::StepLock& lock() const { return lock_; }
 
  private:
-  StepGate::Turn turn_{};
+  StepGate::StepLock lock_{};
 };
 
 constexpr const char* kExit = "def __exit__(self, *exception: object) -> None";
@@ -437,10 +437,10 @@ void init_step_gate(nb::module_& m) {
           nb::sig("def __enter__(self) -> StepGuard"))
       .def("__exit__", &StepGuard::exit, nb::sig(kExit))
       .def_prop_ro(
-          "overtaken", [](const StepGuard& guard) { return guard.turn().overtaken; },
+          "overtaken", [](const StepGuard& guard) { return guard.lock().overtaken; },
           "Number of handlers of other contexts that had not left when the step began.")
       .def_prop_ro(
-          "unread", [](const StepGuard& guard) { return guard.turn().unread; },
+          "unread", [](const StepGuard& guard) { return guard.lock().unread; },
           "Whether no handler or body of another context was inside when the step began.");
 }
 

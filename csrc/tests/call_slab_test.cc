@@ -49,9 +49,9 @@ CASE(the_address_of_a_call_is_stable) {
 
 CASE(a_closed_call_leaves_no_state) {
   CallSlab table;
-  struct Told final : KeepAlive {
-    explicit Told(int* count) : count(count) {}
-    ~Told() override { ++*count; }
+  struct CountsRelease final : KeepAlive {
+    explicit CountsRelease(int* count) : count(count) {}
+    ~CountsRelease() override { ++*count; }
     int* count;
   };
   int gone = 0;
@@ -59,7 +59,7 @@ CASE(a_closed_call_leaves_no_state) {
   Call& call = *table.find(id);
   call.is_async = true;
   table.count_async(call);
-  call.keep_alive = std::make_unique<Told>(&gone);
+  call.keep_alive = std::make_unique<CountsRelease>(&gone);
   call.completion.why = "x";
   call.connection = 5;
   table.set_deadline(id, 100);

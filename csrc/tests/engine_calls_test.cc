@@ -141,11 +141,11 @@ CASE_ON_EVERY_SCHEME(callers_take_deferred_completions) {
   introduce({&a, &b}, scheme);
   int taken = 0;
   for (int i = 0; i < times(2000); ++i) {
-    a.start(1, i, {.body = "lazy", .background = true});
+    a.start(1, i, {.body = "background", .background = true});
     CHECK_EQ(body_of(a.call(1, {.body = "x"})), "x");
     WorkItem item;
     while (a.engine->take_deferred(item)) {
-      CHECK_EQ(body_of(item.take_completion()), "lazy");
+      CHECK_EQ(body_of(item.take_completion()), "background");
       CHECK(item.target != nullptr);
       ++taken;
     }
@@ -155,7 +155,7 @@ CASE_ON_EVERY_SCHEME(callers_take_deferred_completions) {
   CHECK_EQ(a.engine->stats().pending_calls, 0u);
 }
 
-CASE_ON_EVERY_SCHEME(lazy_calls_without_a_reply) {
+CASE_ON_EVERY_SCHEME(background_calls_without_a_reply) {
   Worker a(0), b(1);
   introduce({&a, &b}, scheme);
   a.call(1, {});

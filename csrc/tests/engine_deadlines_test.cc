@@ -11,7 +11,7 @@
 namespace telegrad::test {
 namespace {
 
-std::unique_ptr<KeepAlive> told(Event& gone) {
+std::unique_ptr<KeepAlive> sets_event(Event& gone) {
   return std::make_unique<Bytes>("", std::vector<std::string>{}, [&] { gone.set(); });
 }
 
@@ -203,7 +203,7 @@ CASE(a_late_reply_that_must_be_processed_goes_to_the_pool) {
 CASE(a_reply_between_the_timeout_and_giving_up) {
   Stage s;
   Event gone;
-  Request r{.keep_alive = told(gone)};
+  Request r{.keep_alive = sets_event(gone)};
   const std::uint64_t call = s.a.start(1, -1, std::move(r));
   Completion o;
   CHECK(s.a.engine->wait(call, 1, {}, o) == WaitEnd::kDeadline);
@@ -220,7 +220,7 @@ CASE(a_reply_between_the_timeout_and_giving_up) {
 CASE(kept_objects_are_kept_until_the_late_reply) {
   Stage s;
   Event gone;
-  CHECK(s.a.call(1, {.timeout = kMillisecond, .keep_alive = told(gone)}).status == CallStatus::kTimedOut);
+  CHECK(s.a.call(1, {.timeout = kMillisecond, .keep_alive = sets_event(gone)}).status == CallStatus::kTimedOut);
   const Incoming late = s.p.receive();
   s.read_all();
   CHECK(!gone.is_set());
@@ -232,8 +232,8 @@ CASE(kept_objects_are_kept_until_the_late_reply) {
 CASE(kept_objects_are_released_with_the_peer) {
   Stage s;
   Event gone, gone_too;
-  CHECK(s.a.call(1, {.timeout = kMillisecond, .keep_alive = told(gone)}).status == CallStatus::kTimedOut);
-  const std::uint64_t call = s.a.start(1, -1, {.keep_alive = told(gone_too)});
+  CHECK(s.a.call(1, {.timeout = kMillisecond, .keep_alive = sets_event(gone)}).status == CallStatus::kTimedOut);
+  const std::uint64_t call = s.a.start(1, -1, {.keep_alive = sets_event(gone_too)});
   CHECK(!gone.is_set());
   s.p.link->close();
   Completion o;
@@ -247,14 +247,14 @@ CASE(kept_objects_are_released_with_the_reply_or_the_engine) {
   Event replied, stopped, unreachable;
   {
     Stage s;
-    const std::uint64_t call = s.a.start(1, -1, {.keep_alive = told(replied)});
+    const std::uint64_t call = s.a.start(1, -1, {.keep_alive = sets_event(replied)});
     s.p.reply(s.p.receive(), "in time");
     Completion o;
     CHECK(s.a.engine->wait(call, kNever, {}, o) == WaitEnd::kDone);
     CHECK(replied.is_set());
-    s.a.call(9, {.keep_alive = told(unreachable)});
+    s.a.call(9, {.keep_alive = sets_event(unreachable)});
     CHECK(unreachable.is_set());
-    CHECK(s.a.call(1, {.timeout = kMillisecond, .keep_alive = told(stopped)}).status == CallStatus::kTimedOut);
+    CHECK(s.a.call(1, {.timeout = kMillisecond, .keep_alive = sets_event(stopped)}).status == CallStatus::kTimedOut);
   }
   CHECK(stopped.is_set());
 }
@@ -264,9 +264,10 @@ CASE(a_request_that_must_be_delivered_is_sent_after_its_caller_gave_up) {
   Puppet p(1);
   a.engine->set_peer(p.address());
   Event gone, gone_async;
-  CHECK(a.call(1, {.body = "1", .timeout = kMillisecond, .flags = kMustDeliver, .keep_alive = told(gone)}).status ==
-        CallStatus::kTimedOut);
-  a.start(1, 1, {.body = "2", .timeout = kMillisecond, .flags = kMustDeliver, .keep_alive = told(gone_async)});
+  CHECK(
+      a.call(1, {.body = "1", .timeout = kMillisecond, .flags = kMustDeliver, .keep_alive = sets_event(gone)}).status ==
+      CallStatus::kTimedOut);
+  a.start(1, 1, {.body = "2", .timeout = kMillisecond, .flags = kMustDeliver, .keep_alive = sets_event(gone_async)});
   while (a.engine->stats().pending_calls > 0) std::this_thread::yield();
   CHECK(!gone.is_set() && !gone_async.is_set());
   std::thread puppet([&] {
@@ -289,11 +290,11 @@ CASE(kept_objects_of_an_undeliverable_request_are_released) {
   Event gone, gone_too;
   auto p = std::make_unique<Puppet>(1);
   a.engine->set_peer(p->address());
-  CHECK(a.call(1, {.timeout = kMillisecond, .flags = kMustDeliver, .keep_alive = told(gone)}).status ==
+  CHECK(a.call(1, {.timeout = kMillisecond, .flags = kMustDeliver, .keep_alive = sets_event(gone)}).status ==
         CallStatus::kTimedOut);
   CHECK(!gone.is_set());
   p.reset();
-  CHECK(a.call(1, {.flags = kMustDeliver, .keep_alive = told(gone_too)}).status == CallStatus::kUnreachable);
+  CHECK(a.call(1, {.flags = kMustDeliver, .keep_alive = sets_event(gone_too)}).status == CallStatus::kUnreachable);
   gone.wait();  // the thread that failed the call releases them just after it has woken the caller
   gone_too.wait();
 }

@@ -150,7 +150,7 @@ CASE(a_peer_not_connected_in_time_is_not_lost) {
   a.engine->set_peer(p.address());
   Request news{.body = "news"};
   CHECK(a.engine->send(1, compose(news)));
-  a.start(1, 1, {.body = "patient", .background = true, .flags = kMustDeliver});
+  a.start(1, 1, {.body = "background", .background = true, .flags = kMustDeliver});
   for (const std::uint16_t flags : {std::uint16_t{0}, std::uint16_t{kMustDeliver}}) {
     const Completion o = a.call(1, {.body = flags ? "must" : "may", .segments = {"lent"}, .flags = flags});
     CHECK(o.status == CallStatus::kUnreachable);
@@ -159,11 +159,11 @@ CASE(a_peer_not_connected_in_time_is_not_lost) {
   ignore_one(p);
   p.accept();
   CHECK_EQ(std::string(p.receive().body_view()), "news");
-  const Incoming patient = p.receive(), must = p.receive();
-  CHECK_EQ(std::string(patient.body_view()), "patient");
+  const Incoming background = p.receive(), must = p.receive();
+  CHECK_EQ(std::string(background.body_view()), "background");
   CHECK_EQ(std::string(must.body_view()), "must");
   CHECK_EQ(std::string(reinterpret_cast<const char*>(must.segments[0]->data()), must.segments[0]->size()), "lent");
-  p.reply(patient, "done");
+  p.reply(background, "done");
   a.completion_count.wait_for(1);
   CHECK_EQ(body_of(a.completions.at(1)), "done");
   check_not_lost(a);

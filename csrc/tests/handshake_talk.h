@@ -40,12 +40,12 @@ inline void check_failed(const Handshake::Step& step, const std::string& why) {
 struct Talk {
   explicit Talk(HandshakeConfig a = config(kAlice), HandshakeConfig b = config(kBob), Identity target = kBob,
                 const SessionOffer& offer = {})
-      : alice_credo(std::move(a)),
-        bob_credo(std::move(b)),
-        alice(Handshake::initiate(alice_credo, target, offer)),
-        bob(Handshake::accept(bob_credo)) {}
+      : alice_config(std::move(a)),
+        bob_config(std::move(b)),
+        alice(Handshake::initiate(alice_config, target, offer)),
+        bob(Handshake::accept(bob_config)) {}
 
-  HandshakeConfig alice_credo, bob_credo;
+  HandshakeConfig alice_config, bob_config;
   Handshake alice, bob;
 };
 

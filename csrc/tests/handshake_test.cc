@@ -18,10 +18,10 @@ CASE(members_authenticate_each_other) {
 
 /// Both ends compute the same name of their link, and no other link has it.
 CASE(links_have_names_for_their_lanes) {
-  HandshakeConfig alice_credo = config(kAlice), bob_credo = config(kBob);
-  alice_credo.lanes = 4;
-  bob_credo.lanes = 3;
-  Talk link(alice_credo, bob_credo), another(alice_credo, bob_credo);
+  HandshakeConfig alice_config = config(kAlice), bob_config = config(kBob);
+  alice_config.lanes = 4;
+  bob_config.lanes = 3;
+  Talk link(alice_config, bob_config), another(alice_config, bob_config);
   run(link);
   run(another);
   CHECK_EQ(link.alice.link().size(), 32u);
@@ -31,14 +31,14 @@ CASE(links_have_names_for_their_lanes) {
   CHECK_EQ(link.alice.lanes(), 3u);
   CHECK_EQ(link.bob.lanes(), 3u);
 
-  Talk lane(alice_credo, bob_credo);
-  lane.alice = Handshake::initiate(lane.alice_credo, kBob, {}, Purpose::kLane, link.alice.link());
+  Talk lane(alice_config, bob_config);
+  lane.alice = Handshake::initiate(lane.alice_config, kBob, {}, Purpose::kLane, link.alice.link());
   CHECK(run(lane) == std::pair<std::string, std::string>("open", "open"));
   CHECK(lane.alice.for_lane() && lane.bob.for_lane());
   CHECK_EQ(lane.bob.link(), link.bob.link());
 
-  Talk changed(alice_credo, bob_credo);  // tampered with: to become a lane of another link
-  changed.alice = Handshake::initiate(changed.alice_credo, kBob, {}, Purpose::kLane, link.alice.link());
+  Talk changed(alice_config, bob_config);  // tampered with: to become a lane of another link
+  changed.alice = Handshake::initiate(changed.alice_config, kBob, {}, Purpose::kLane, link.alice.link());
   Frame hello = frame_of(changed.alice.begin());
   hello.body.back() = static_cast<char>(hello.body.back() ^ 1);
   const Frame challenge = frame_of(advance(changed.bob, hello.type, hello.body));
@@ -48,17 +48,17 @@ CASE(links_have_names_for_their_lanes) {
 
 /// Both ends state what has arrived; the acceptor believes it under the proof.
 CASE(continuations_state_what_has_arrived) {
-  HandshakeConfig alice_credo = config(kAlice), bob_credo = config(kBob);
-  alice_credo.resume = true;
+  HandshakeConfig alice_config = config(kAlice), bob_config = config(kBob);
+  alice_config.resume = true;
   for (const bool both : {false, true}) {
-    bob_credo.resume = both;
-    Talk link(alice_credo, bob_credo);
+    bob_config.resume = both;
+    Talk link(alice_config, bob_config);
     CHECK(run(link) == std::pair<std::string, std::string>("open", "open"));
     CHECK_EQ(link.alice.resumes(), both);
     CHECK_EQ(link.bob.resumes(), both);
     for (const bool tampered : {false, true}) {
-      Talk next(alice_credo, bob_credo);
-      next.alice = Handshake::initiate(next.alice_credo, kBob, {.number = 4, .previous = {}}, Purpose::kResume,
+      Talk next(alice_config, bob_config);
+      next.alice = Handshake::initiate(next.alice_config, kBob, {.number = 4, .previous = {}}, Purpose::kResume,
                                        link.alice.link());
       const Frame hello = frame_of(next.alice.begin());
       const Frame challenge = frame_of(next.bob.on_frame(hello.type, hello.body));
@@ -112,16 +112,16 @@ CASE(offers_are_answered_under_the_proofs) {
 
 /// Each end gets the limits of the other; neither can be made to accept forged ones.
 CASE(limits_are_exchanged_under_the_proofs) {
-  HandshakeConfig alice_credo = config(kAlice), bob_credo = config(kBob);
-  alice_credo.limits = {.body = 70'001, .message = 70'002, .segments = 70'003, .name = 70'004};
-  bob_credo.limits = {.body = 80'001, .message = 80'002, .segments = 80'003, .name = 80'004};
+  HandshakeConfig alice_config = config(kAlice), bob_config = config(kBob);
+  alice_config.limits = {.body = 70'001, .message = 70'002, .segments = 70'003, .name = 70'004};
+  bob_config.limits = {.body = 80'001, .message = 80'002, .segments = 80'003, .name = 80'004};
   const auto same = [](const Limits& a, const Limits& b) {
     return a.body == b.body && a.message == b.message && a.segments == b.segments && a.name == b.name;
   };
-  Talk t(alice_credo, bob_credo);
+  Talk t(alice_config, bob_config);
   CHECK(run(t) == std::pair<std::string, std::string>("open", "open"));
-  CHECK(same(t.alice.limits(), bob_credo.limits));
-  CHECK(same(t.bob.limits(), alice_credo.limits));
+  CHECK(same(t.alice.limits(), bob_config.limits));
+  CHECK(same(t.bob.limits(), alice_config.limits));
 
   const auto changed = [](std::string body, std::uint64_t limit) {
     const std::string bytes(reinterpret_cast<const char*>(&limit), sizeof limit);
@@ -130,14 +130,14 @@ CASE(limits_are_exchanged_under_the_proofs) {
     body[at] = static_cast<char>(body[at] ^ 2);
     return body;
   };
-  Talk asked(alice_credo, bob_credo);
+  Talk asked(alice_config, bob_config);
   const Frame hello = frame_of(asked.alice.begin());
-  const Frame challenge = frame_of(advance(asked.bob, hello.type, changed(hello.body, alice_credo.limits.message)));
+  const Frame challenge = frame_of(advance(asked.bob, hello.type, changed(hello.body, alice_config.limits.message)));
   const Frame proof = frame_of(advance(asked.alice, challenge.type, challenge.body));
   check_failed(advance(asked.bob, proof.type, proof.body), "secret does not match");
-  Talk answered(alice_credo, bob_credo);
+  Talk answered(alice_config, bob_config);
   Recording r(answered);
-  check_failed(advance(r.before[3].alice, r.answer.type, changed(r.answer.body, bob_credo.limits.message)),
+  check_failed(advance(r.before[3].alice, r.answer.type, changed(r.answer.body, bob_config.limits.message)),
                "secret does not match");
 }
 

@@ -211,11 +211,13 @@ class World:
         self.choice = choice
         self.under_way: list[Callable[[], None]] = []
         self.tables = [
-            Contexts(me, 0, lambda peer, word, epoch, me=me: self.tell(me, peer, word), lambda *_: None, lambda _: True)  # type: ignore[misc]
+            Contexts(
+                me, 0, lambda peer, word, epoch, me=me: self.notify(me, peer, word), lambda *_: None, lambda _: True
+            )  # type: ignore[misc]
             for me in range(workers)
         ]
 
-    def tell(self, me: int, peer: int, word: tuple[int, int]) -> None:
+    def notify(self, me: int, peer: int, word: tuple[int, int]) -> None:
         self.under_way.append(lambda: self.tables[peer].on_ended(me, *word, 1))
 
     def call(self, me: int, context: Context, depth: int) -> None:
@@ -258,30 +260,30 @@ def test_late_messages_leave_no_context(seed: int) -> None:
 
 
 def test_a_request_after_the_end_creates_no_context() -> None:
-    told: list[tuple[int, Any]] = []
-    me = Contexts(1, 0, lambda peer, word, epoch: told.append((peer, word)), lambda *_: None, lambda _: True)
+    notices: list[tuple[int, Any]] = []
+    me = Contexts(1, 0, lambda peer, word, epoch: notices.append((peer, word)), lambda *_: None, lambda _: True)
     me.on_ended(0, 7, 2, 1)
     assert me.on_request(7, 0, 1) is None
     assert me.tombstones == {7: {0: 1}}
     assert me.on_request(7, 0, 1) is None
     assert not me.tombstones
-    assert not told
+    assert not notices
 
 
 def test_an_end_is_forwarded_once() -> None:
-    told: list[tuple[int, Any]] = []
-    me = Contexts(1, 0, lambda peer, word, epoch: told.append((peer, word)), lambda *_: None, lambda _: True)
+    notices: list[tuple[int, Any]] = []
+    me = Contexts(1, 0, lambda peer, word, epoch: notices.append((peer, word)), lambda *_: None, lambda _: True)
     context = me.on_request(7, 0, 1)
     assert context is not None
     assert me.on_send(context, 2, (), True) == 0
     assert me.on_request(7, 2, 1) is context
     me.on_ended(0, 7, 1, 1)
-    assert told == [(2, (7, 1))]
+    assert notices == [(2, (7, 1))]
     assert me.on_send(context, 2, (), True) is None
     assert me.tombstones == {7: {2: -1}}, "worker 2 will say how many requests it has sent"
     me.on_ended(2, 7, 1, 1)
     assert not me.tombstones
-    assert len(told) == 1
+    assert len(notices) == 1
 
 
 def test_tombstones_are_bounded() -> None:

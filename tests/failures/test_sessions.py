@@ -186,7 +186,7 @@ def test_messages_of_an_ended_session_count_nothing(w: Cluster) -> None:
     with pytest.raises(OwnerLost):
         late.to_here()
     owner.accept_create(unknown, 0, CLOSED)
-    owner.settle(unknown, 1, None)
+    owner.set_result(unknown, 1, None)
     assert owner.stats().owners == 1
     del held, late
 

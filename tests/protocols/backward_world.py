@@ -85,7 +85,7 @@ class Local:
             self.recvs = {number: sent.src for number, sent in enumerate(program.sends) if sent.dst == me}
             self.leafy_sends = leafy
             self.leafy = self.arrived = 0
-            self.forest = False
+            self.is_disjoint = False
             self.reported = 0, 0
             self.ran: list[int] = []
             return
@@ -99,8 +99,10 @@ class Local:
         full = (1 << len(self.sources)) - 1
         self.final = tuple(masks.pop(full, ()))
         self.groups = groups_of(masks)
-        self.forest = len(self.sources) > 1 and not self.final and all(g.mask.bit_count() == 1 for g in self.groups)
-        if self.forest:  # every source is a group, with or without recvs
+        self.is_disjoint = (
+            len(self.sources) > 1 and not self.final and all(g.mask.bit_count() == 1 for g in self.groups)
+        )
+        if self.is_disjoint:  # every source is a group, with or without recvs
             recvs = {group.mask: group.recvs for group in self.groups}
             self.groups = [Group(1 << bit, recvs.get(1 << bit, ())) for bit in range(len(self.sources))]
         self.arrived = 0
@@ -286,7 +288,7 @@ class World:
         check(not waiting, "E1", f"stage {stage} of {worker} did not wait for {waiting:b}")
         if stage == FINAL:
             local.leafy &= ~mask
-        elif local.forest and not self.program.shared:
+        elif local.is_disjoint and not self.program.shared:
             local.leafy &= ~mask  # the stage consumes all that is left
 
     def expected(self, local: Local) -> int:

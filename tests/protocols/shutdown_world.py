@@ -41,7 +41,7 @@ class World:
         self.returns = rng.choice((0, 1, 2))
         self.faulty = False
         self.goodbyes: set[tuple[int, int, int]] = set()  # (worker, peer, session) that ends with a goodbye of the peer
-        self.told: set[int] = set()  # workers that another one told of the end
+        self.notified: set[int] = set()  # workers that another one has notified of the end
 
     def actions(self) -> list[tuple[Any, ...]]:
         live, sessions = self.drains, self.sessions
@@ -80,7 +80,7 @@ class World:
             self.calls.pop(body, None)
         else:
             if isinstance(body, Finished):
-                self.told.add(dst)
+                self.notified.add(dst)
             self.carry_out(dst, self.drains[dst].handle(src, body))
 
     def call(self, w: int) -> None:
@@ -152,7 +152,7 @@ class World:
         self.drains[w] = drain = Drain(w, range(self.size))
         self.work[w] = self.rng.randint(0, 3)
         self.received[w] = 0
-        self.told.discard(w)
+        self.notified.discard(w)
         for peer in range(self.size):
             if peer != w and self.sessions.is_lost(w, peer):
                 self.carry_out(w, drain.peer_gone(peer))
@@ -192,7 +192,7 @@ class World:
                 self.paused.add(w)
             elif isinstance(effect, Done) and not self.faulty and (self.calls or self.handlers):
                 raise Broken(f"S1: worker {w} is done, calls are in progress: {self.calls} {self.handlers}")
-            elif isinstance(effect, Done) and w not in self.told and (absent := self.absent(w)):
+            elif isinstance(effect, Done) and w not in self.notified and (absent := self.absent(w)):
                 raise Broken(f"S3: worker {w} ends the shutdown without {absent}, which it is connected to")
             elif isinstance(effect, GaveUp):
                 raise Broken(f"worker {w} gave up without a deadline")

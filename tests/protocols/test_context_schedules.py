@@ -227,12 +227,12 @@ def test_contexts_end_in_many_schedules() -> None:
 
 def test_a_context_ends_after_its_root_has_lost_the_sessions_of_a_cycle() -> None:
     """Workers 1 and 2 have got requests from each other only, after the cuts."""
-    told: list[tuple[int, int, tuple[int, int]]] = []
+    notices: list[tuple[int, int, tuple[int, int]]] = []
     cuts: dict[frozenset[int], int] = defaultdict(int)
 
     def start(me: int) -> Contexts:
         return Contexts(
-            me, 0, lambda peer, word, epoch: told.append((me, peer, word)), lambda *_: None, lambda connection: True
+            me, 0, lambda peer, word, epoch: notices.append((me, peer, word)), lambda *_: None, lambda connection: True
         )
 
     workers = [start(me) for me in range(4)]
@@ -246,7 +246,7 @@ def test_a_context_ends_after_its_root_has_lost_the_sessions_of_a_cycle() -> Non
 
     def cut(src: int, dst: int) -> None:
         ends = frozenset((src, dst))
-        told[:] = [packet for packet in told if frozenset(packet[:2]) != ends]
+        notices[:] = [packet for packet in notices if frozenset(packet[:2]) != ends]
         cuts[ends] += 1
         workers[src].peer_lost(dst, cuts[ends])
         workers[dst].peer_lost(src, cuts[ends])
@@ -260,8 +260,8 @@ def test_a_context_ends_after_its_root_has_lost_the_sessions_of_a_cycle() -> Non
     cut(2, 3)  # with the notification of worker 3
     assert [list(worker.table) for worker in workers] == [[root.id], [root.id], [root.id], []]
     workers[0].end(root)
-    while told:
-        src, dst, (number, count) = told.pop()
+    while notices:
+        src, dst, (number, count) = notices.pop()
         workers[dst].on_ended(src, number, count, 0)
     assert not any(worker.table or worker.tombstones for worker in workers)
 

@@ -17,12 +17,12 @@ from telegrad.protocols.leases import (
 )
 
 RELEASED = released_value(1)
-TIMING = Timing(8.0)  # renewals each second, patience 1.2 s
+TIMING = Timing(8.0)  # renewals each second, silence 1.2 s
 
 
 def test_times_follow_from_the_lifetime() -> None:
-    assert (TIMING.renewal, TIMING.patience) == (1.0, pytest.approx(1.2))
-    assert Timing(10.0).patience < 2, "a newcomer waits for a silent member less than 2 s, by default"
+    assert (TIMING.renewal, TIMING.silence) == (1.0, pytest.approx(1.2))
+    assert Timing(10.0).silence < 2, "a newcomer waits for a silent member less than 2 s, by default"
 
 
 def observed(watch: Watch, until: float, value: str) -> Watch:

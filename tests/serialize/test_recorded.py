@@ -28,8 +28,8 @@ def send(value: Any, how: str, wrap: Any = None) -> tuple[list[Any], Any]:
     if how == "codec":
         coded = serializer.codec.encode_recorded(value)
         assert coded is not None
-        body, segments, told = coded
-        return told, serializer.codec.decode(body, carry_segments(segments), wrap)
+        body, segments, recorded = coded
+        return recorded, serializer.codec.decode(body, carry_segments(segments), wrap)
     recorded: list[Tensor] = []
     body, found = serializer.dumps(value, "value", recorded)
     return list(recorded), serializer.loads(body, carry_segments(found), wrap)
@@ -51,12 +51,12 @@ class Wrap:
 def test_listed_and_wrapped_in_one_order(how: str) -> None:
     a, b, c, p = leaf(2), leaf(0, 3), leaf(4, 4)[:, 1], nn.Parameter(torch.ones(3))
     wrap = Wrap()
-    told, arrived = send((a, torch.ones(2), {"b": [b, a]}, c, p), how, wrap)
+    recorded, arrived = send((a, torch.ones(2), {"b": [b, a]}, c, p), how, wrap)
     expected = (a, b, c, p)
-    assert len(told) == 4
-    assert all(any(t is e for e in expected) for t in told)
+    assert len(recorded) == 4
+    assert all(any(t is e for e in expected) for t in recorded)
     (given,) = wrap.given
-    assert all(torch.equal(t, g) for t, g in zip(told, given, strict=True))
+    assert all(torch.equal(t, g) for t, g in zip(recorded, given, strict=True))
     first, plain, more, third, fourth = arrived
     assert more["b"][1] is first
     assert not plain.requires_grad
@@ -69,8 +69,8 @@ def test_listed_and_wrapped_in_one_order(how: str) -> None:
 @pytest.mark.parametrize("how", ["codec", "pickle"])
 def test_wrapper_is_not_called_without_tensors_that_require_grad(how: str) -> None:
     wrap = Wrap()
-    told, arrived = send((torch.ones(2), 1), how, wrap)
-    assert told == wrap.given == []
+    recorded, arrived = send((torch.ones(2), 1), how, wrap)
+    assert recorded == wrap.given == []
     assert torch.equal(arrived[0], torch.ones(2))
 
 
@@ -87,8 +87,8 @@ def test_special_tensors_are_pickled_separately() -> None:
     conjugate = torch.randn(2, dtype=torch.complex64, requires_grad=True).conj()
     dense = leaf(2)
     wrap = Wrap()
-    told, arrived = send(Thing(sparse, dense, conjugate, sparse), "pickle", wrap)
-    assert [any(t is e for e in (dense, sparse, conjugate)) for t in told] == [True] * 3
+    recorded, arrived = send(Thing(sparse, dense, conjugate, sparse), "pickle", wrap)
+    assert [any(t is e for e in (dense, sparse, conjugate)) for t in recorded] == [True] * 3
     (given,) = wrap.given
     assert sorted(str(t.layout) for t in given) == ["torch.sparse_coo", "torch.strided", "torch.strided"]
     one, two, three, four = arrived.values
@@ -102,8 +102,8 @@ def test_special_tensors_are_pickled_separately() -> None:
 
 def test_parameters_of_an_object_stay_parameters() -> None:
     layer, frozen = nn.Linear(2, 2), nn.Parameter(torch.ones(1), requires_grad=False)
-    told, arrived = send((layer, layer.weight, frozen), "pickle", Wrap())
-    assert len(told) <= 1
+    recorded, arrived = send((layer, layer.weight, frozen), "pickle", Wrap())
+    assert len(recorded) <= 1
     assert isinstance(arrived[0].bias, nn.Parameter)
     assert isinstance(arrived[2], nn.Parameter)
     assert Serializer().codec.encode_recorded(frozen) is None
@@ -168,8 +168,8 @@ def test_a_subclass_whose_gradient_would_be_lost_is_refused(make: Any) -> None:
     with pytest.raises(SerializationError, match=text):
         send({"a": [leaf(2), tensor]}, "pickle")
     Serializer().dumps(tensor)  # not recorded
-    told, _ = send((make(), leaf(2)), "pickle")
-    assert len(told) == 1
+    recorded, _ = send((make(), leaf(2)), "pickle")
+    assert len(recorded) == 1
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -192,8 +192,8 @@ class Row(list[Any]): ...
 def test_parameters_in_subclasses_of_containers_get_gradients(make: Any) -> None:
     p, x = nn.Parameter(torch.ones(2)), leaf(2)
     wrap = Wrap()
-    told, arrived = send(make(p, x), "pickle", wrap)
-    assert sorted(map(id, told)) == sorted(map(id, (p, x)))
+    recorded, arrived = send(make(p, x), "pickle", wrap)
+    assert sorted(map(id, recorded)) == sorted(map(id, (p, x)))
     assert type(arrived) is type(make(p, x))
     assert len(wrap.given[0]) == 2
     first = arrived.left if isinstance(arrived, Pair) else arrived[0]

@@ -72,7 +72,7 @@ class Profiler:
             return proceed(call)
         is_sync = call.form is not None and call.form.mode == "sync"
         try:
-            future = proceed(replace(call, trace=span.asked))
+            future = proceed(replace(call, trace=span.trace))
             if is_sync:  # a record of torch ends in the thread where it began
                 with suppress(Exception):
                     future.wait()  # the caller gets the error from the future
@@ -95,12 +95,12 @@ class Profiler:
         if session is None and not isinstance(recording, Recording):
             return None
         to = calls.name_of(peer)
-        asked: TraceContext | None = None
+        trace: TraceContext | None = None
         if mode == "type":
             mode, function = "async", "_rref_typeof_on_owner"
         elif mode != "to_here":  # a fetch runs no function
             options = session.options if session is not None else recording.options  # type: ignore[union-attr]
-            asked = (next(self._numbers), int(options))
+            trace = (next(self._numbers), int(options))
         key, self._key.chosen = self._key.chosen, None
         if key is None:
             shown = function_name(shown_function(function, form.args))
@@ -108,12 +108,12 @@ class Profiler:
         span: Span
         if session is not None:
             session.called_by(calls.worker_id, calls.name_of)
-            span = SessionSpan(session, form.mode == "sync", key, (peer, to), asked, self._over)
+            span = SessionSpan(session, form.mode == "sync", key, (peer, to), trace, self._on_span_end)
         else:
             assert isinstance(recording, Recording)
-            span = RecordedSpan(recording, key, (peer, to), asked, self._over)
-        if asked is not None:
-            self._spans[asked[0]] = span
+            span = RecordedSpan(recording, key, (peer, to), trace, self._on_span_end)
+        if trace is not None:
+            self._spans[trace[0]] = span
         return span
 
     def arrived(self, report: Report) -> None:
@@ -122,8 +122,8 @@ class Profiler:
         if span is not None:
             span.arrived(received, replied, [Event._make(event) for event in events])
 
-    def _over(self, asked: TraceContext) -> None:
-        self._spans.pop(asked[0], None)
+    def _on_span_end(self, trace: TraceContext) -> None:
+        self._spans.pop(trace[0], None)
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """Label a section of this thread's work if it is being profiled."""
@@ -154,11 +154,11 @@ class Profiler:
 
     # ---- the callee's side
 
-    def record(self, node: int, asked: TraceContext | None) -> Recording:
-        options = Option(asked[1]) if asked is not None else Option(0)
+    def record(self, node: int, trace: TraceContext | None) -> Recording:
+        options = Option(trace[1]) if trace is not None else Option(0)
         for server in self._open_servers():
             options |= server.options
-        return Recording(self, node, asked, options)
+        return Recording(self, node, trace, options)
 
     def recorded(self, recording: Recording) -> None:
         """Handle the end of a recording."""

@@ -82,19 +82,19 @@ class Recording:
     Args:
         profiler: notified when a thread enters or leaves the recording, and when it ends.
         node: id of the callee.
-        asked: what the request asks to record; None if only this process records.
+        trace: what the request asks to record; None if only this process records.
         options: what to record of each operator.
         session: the session of this process to which the recording belongs, if it belongs to no request.
     """
 
     def __init__(
-        self, profiler: Any, node: int, asked: TraceContext | None, options: Option, session: Any = None
+        self, profiler: Any, node: int, trace: TraceContext | None, options: Option, session: Any = None
     ) -> None:
         self.node = node
         self.session = session
         self.options = options
         self.events: list[Event] = []
-        self._asked = asked
+        self._trace = trace
         self._profiler = profiler
         self._received = time.time_ns()
         self._ended = False
@@ -160,9 +160,9 @@ class Recording:
             self._leave()
             self._ended = True
             self._profiler.recorded(self)
-        if self._asked is None:
+        if self._trace is None:
             return None
-        return self._asked[0], self._received, time.time_ns(), [tuple(event) for event in self.events]
+        return self._trace[0], self._received, time.time_ns(), [tuple(event) for event in self.events]
 
 
 def pause() -> None:

@@ -56,19 +56,19 @@ class Span:
     Args:
         key: name of the call.
         peer: id and name of the callee.
-        asked: what the callee is asked to record, if anything.
-        over: called when the call has ended; later reports are ignored.
+        trace: what the callee is asked to record, if anything.
+        on_end: called when the call has ended; later reports are ignored.
     """
 
     def __init__(
-        self, key: str, peer: tuple[int, str], asked: TraceContext | None, over: Callable[[TraceContext], None]
+        self, key: str, peer: tuple[int, str], trace: TraceContext | None, on_end: Callable[[TraceContext], None]
     ) -> None:
         self.key = key
         self.peer = peer
-        self.asked = asked
+        self.trace = trace
         self.start: int = time.time_ns()
-        self._tell = over
-        self._over = threading.Lock()
+        self._on_end = on_end
+        self._ended = threading.Lock()
 
     def arrived(self, received: int, replied: int, events: list[Event]) -> None:
         """Add the callee's report, with times by its clock."""
@@ -79,9 +79,9 @@ class Span:
 
     def end(self) -> None:
         """End the span. A second call does nothing."""
-        if self._over.acquire(blocking=False):
-            if self.asked is not None:
-                self._tell(self.asked)
+        if self._ended.acquire(blocking=False):
+            if self.trace is not None:
+                self._on_end(self.trace)
             self._end()
 
     def _take(self, received: int, replied: int, events: list[Event]) -> None:

@@ -87,7 +87,7 @@ class PassSchedule:
         *("me", "root", "over", "watched", "ledger"),
         *("_arrived", "_consumed", "_done", "_event", "_expected", "_final_ran", "_finishing", "_gone", "_layout"),
         *("_make_layout", "_marked", "_marks_sent", "_incomplete", "_pending", "_produced", "_reached", "_ready"),
-        *("_mark_phase_over", "_senders", "_told_senders"),
+        *("_mark_phase_over", "_senders", "_has_notified_senders"),
     )
 
     def __init__(self, me: int, root: int, layout: LayoutGetter, pending: Callable[[], bool]) -> None:
@@ -112,7 +112,7 @@ class PassSchedule:
         self._marks_sent: set[int] = set()  # groups (or FINAL) with their recvs marked
         self._gone: dict[int, object] = {}
         self._senders: set[int] = set()  # other workers than the root whose messages this worker has
-        self._told_senders = False  # that it cannot reach the root
+        self._has_notified_senders = False  # that it cannot reach the root
         self._event = 0
         self._consumed: list[Token] = []  # in the running event
         self._produced: list[tuple[Token, int]] = []
@@ -232,9 +232,9 @@ class PassSchedule:
             self.ledger.known.discard(peer)
             return self.abort(why)
         effects = self.lost(peer, why)
-        if peer != self.root or self._told_senders:
+        if peer != self.root or self._has_notified_senders:
             return effects
-        self._told_senders = True
+        self._has_notified_senders = True
         return [*(Send(sender, Failed(why)) for sender in sorted(self._senders - self._gone.keys())), *effects]
 
     # ---- progress ----------------------------------------------------------------------------------------------------

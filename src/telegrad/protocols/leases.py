@@ -107,7 +107,7 @@ class Timing(NamedTuple):
         return self.lifetime / _OBSERVATIONS
 
     @property
-    def patience(self) -> float:
+    def silence(self) -> float:
         """Seconds within which a live member renews its lease, with some slack."""
         return 1.2 * self.renewal
 
@@ -168,7 +168,7 @@ class Watch:
 
     def is_silent(self, now: float) -> bool:
         """Return whether a live member would have renewed the lease by now."""
-        return not self.renewals and now - self.begun >= self.timing.patience
+        return not self.renewals and now - self.begun >= self.timing.silence
 
     def is_late(self, now: float) -> bool:
         """Return whether the member may have ended: renewals are missing."""

@@ -68,9 +68,9 @@ def assert_quiescent(worker: Worker | WorkerCore, timeout: float = 5.0, *, refer
             assert_quiescent(group[0])
     """
     core = worker._worker if isinstance(worker, Worker) else worker
-    for patience in (min(timeout, _BEFORE_COLLECTING), timeout):
+    for limit in (min(timeout, _BEFORE_COLLECTING), timeout):
         try:
-            eventually(lambda: not _left(core, references), patience)
+            eventually(lambda: not _left(core, references), limit)
             return
         except AssertionError:
             gc.collect()  # a reference cycle of an exception and its traceback may keep it alive
@@ -141,9 +141,9 @@ class ResourceSnapshot:
         Raises:
             LeakError: the process has more, which the text names.
         """
-        for patience in (min(timeout, _BEFORE_COLLECTING), timeout):
+        for limit in (min(timeout, _BEFORE_COLLECTING), timeout):
             try:
-                eventually(lambda: not self._grown(self.now(), fds), patience)
+                eventually(lambda: not self._grown(self.now(), fds), limit)
                 return
             except AssertionError:
                 gc.collect()

@@ -18,7 +18,7 @@ from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.callables import checked_arguments, rerun_for_torch_error
 from telegrad.worker.calls.client import CallForm, Calls
 from telegrad.worker.calls.encoded import Request
-from telegrad.worker.calls.future import NO_DEVICES, CallFuture
+from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import active
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.closed import AnyEngine
@@ -42,7 +42,6 @@ class Environment(NamedTuple):
     form_type: type = CallForm
     request_type: type = Request
     future_type: type = CallFuture
-    no_devices: object = NO_DEVICES
     by_value: object = BY_VALUE
     interceptors: object = active
     is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled

@@ -1,9 +1,9 @@
 """Runs the stages of a local graph, and keeps the gradients between them.
 
 Gradients wait at the edge where they enter (`_pending`), each with a label that gives its place in the sum: first those
-that arrived for sends, by send id, then those of cut edges from other cells. A stage passes them to the engine as roots
-of the call, one by one in this order. The engine adds them, reduces broadcast dimensions, and adds dense before sparse,
-the only order that it supports.
+that arrived for sends, by send id, then those of cut edges from other graph segments. A stage passes them to the engine
+as roots of the call, one by one in this order. The engine adds them, reduces broadcast dimensions, and adds dense
+before sparse, the only order that it supports.
 
 The gradient of a *cut edge* U -> M is read from U's grad_inputs by a hook on U during the call. M is no input of the
 engine, because capturing it runs M's tensor hooks on part of the gradient. In the engine, a node written in C++
@@ -44,7 +44,7 @@ from telegrad.autograd.execution.leaves import (
     sum_of,
 )
 from telegrad.autograd.execution.torch_engine import run_engine
-from telegrad.autograd.graph.local_graph import Cell, ForeignRecvError, LocalGraph, Stage
+from telegrad.autograd.graph.local_graph import ForeignRecvError, GraphSegment, LocalGraph, Stage
 from telegrad.autograd.graph.planner import plan
 from telegrad.protocols.backward import UnknownSend
 from telegrad.protocols.backward_messages import FINAL, Layout
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["Reports", "StageRunner"]
 
 Label: TypeAlias = tuple[int, ...]
-"""Place in a sum: (0, id of the source), or (1, rank of the cell, number of the cut edge)."""
+"""Place in a sum: (0, id of the source), or (1, rank of the segment, number of the cut edge)."""
 
 Roots: TypeAlias = tuple[list["Entry"], list[Tensor]]
 """Roots of an engine call: entries, and a gradient for each."""
@@ -102,14 +102,14 @@ class StageRunner:
         self._closed = False
         self._roots: Sequence[Entry] = ()  # they keep the graph alive
         self._shared_leaves: SharedLeaves | None = None  # leaves that several disjoint sources reach
-        self._done: set[Cell] = set()
+        self._done: set[GraphSegment] = set()
         self._bare_sources = (
             0  # by bit; of leaves without tensor hooks, with gradients that the engine need not convert
         )
         self._arrived = 0  # sources with gradients, by bit
         self._source_grads: dict[int, Roots] = {}  # disjoint sources: bit of the source -> its gradients
-        # Sources that meet: cell (None: the final stage) -> (id of the node, input) -> entry, and [(label, gradient)]
-        self._pending: dict[Cell | None, dict[tuple[int, int], tuple[Entry, list[tuple[Label, Tensor]]]]] = {}
+        # Sources that meet: segment (None: final stage) -> (id of the node, input) -> entry, and [(label, gradient)]
+        self._pending: dict[GraphSegment | None, dict[tuple[int, int], tuple[Entry, list[tuple[Label, Tensor]]]]] = {}
 
     def discard_leaves(self, wanted: Wanted | None = None) -> None:
         """Leave `.grad` of leaves as it is: a pass of `torch.autograd.grad`.
@@ -260,8 +260,8 @@ class StageRunner:
     def _run_cells(self, graph: LocalGraph, group: int) -> Reports:
         """Run the stage of a group, or FINAL, of sources that meet."""
         stage = graph.stage(group, self._done)
-        self._done.update(stage.cells)
-        outputs, grads = self._take_pending(stage.cells or (None,))
+        self._done.update(stage.segments)
+        outputs, grads = self._take_pending(stage.segments or (None,))
         if self._gradients_in is None and not stage.cut_edges and not stage.partial_leaves:
             return self._run_accumulating(stage, outputs, grads)
         if self._gradients_in is self._context and group == FINAL and has_ddp_param(stage.complete_leaves):
@@ -332,7 +332,7 @@ class StageRunner:
             for hook in hooks:
                 hook.remove()
         assert self.graph is not None
-        cell_of = self.graph.cell_of
+        segment_of = self.graph.segment_of
         repeated: dict[Node, Sequence[Tensor | None]] = {}
         for number, (node, output, target, place) in enumerate(stage.cut_edges):
             if node not in seen:
@@ -349,24 +349,24 @@ class StageRunner:
                     grad = grad.sum_to_size(target.shape).to(target.dtype)
             if grad is not None:
                 edge = target if isinstance(target, Tensor) else GradientEdge(target, place)
-                self._add_pending(edge, (1, cell_of[node].rank, number), grad)
+                self._add_pending(edge, (1, segment_of[node].rank, number), grad)
         return found
 
     def _add_pending(self, entry: Entry, label: Label, grad: Tensor) -> None:
         """Keep a gradient until the stage of its node runs."""
         assert self.graph is not None
         if isinstance(entry, Tensor):
-            cell, key = None, (id(entry), 0)
+            segment, key = None, (id(entry), 0)
         else:
-            cell, key = self.graph.cell_of.get(entry.node), (id(entry.node), entry.output_nr)
-        self._pending.setdefault(cell, {}).setdefault(key, (entry, []))[1].append((label, grad))
+            segment, key = self.graph.segment_of.get(entry.node), (id(entry.node), entry.output_nr)
+        self._pending.setdefault(segment, {}).setdefault(key, (entry, []))[1].append((label, grad))
 
-    def _take_pending(self, cells: Sequence[Cell | None]) -> Roots:
-        """Remove and return the gradients for some cells, in the order of their sum."""
+    def _take_pending(self, segments: Sequence[GraphSegment | None]) -> Roots:
+        """Remove and return the gradients for some segments, in the order of their sum."""
         outputs: list[Entry] = []
         grads: list[Tensor] = []
-        for cell in cells:
-            for edge, parts in self._pending.pop(cell, {}).values():
+        for segment in segments:
+            for edge, parts in self._pending.pop(segment, {}).values():
                 parts.sort(key=itemgetter(0))
                 outputs += [edge] * len(parts)
                 grads += [grad for _, grad in parts]

@@ -42,11 +42,11 @@ class Wanted:
 
     def edges_in(self, graph: LocalGraph, stage: Stage) -> dict[int, GradientEdge]:
         """Return the edges, by position, of nodes that run in a stage."""
-        cells: Sequence[object] = stage.cells or (None,)
+        segments: Sequence[object] = stage.segments or (None,)
         return {
             number: entry
             for number, entry in enumerate(self._entries)
-            if not isinstance(entry, Tensor) and (graph.is_disjoint or graph.cell_of.get(entry.node) in cells)
+            if not isinstance(entry, Tensor) and (graph.is_disjoint or graph.segment_of.get(entry.node) in segments)
         }
 
     def add(self, number: int, gradient: Tensor | None) -> None:

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 __all__ = [
     "LEAF",
     "RECV",
-    "Cell",
     "CutEdge",
     "Edges",
     "ForeignRecvError",
+    "GraphSegment",
     "LocalGraph",
     "Stage",
     "by_id",
@@ -114,7 +114,7 @@ class CutEdge(NamedTuple):
     input: int  # of the target
 
 
-class Cell:
+class GraphSegment:
     """Nodes that always run in the same stage (see planner.py)."""
 
     __slots__ = ("cut_edges", "key", "leaves", "number", "rank")
@@ -122,8 +122,10 @@ class Cell:
     def __init__(self, key: tuple[int, ...], number: int) -> None:
         self.key: tuple[int, ...] = key
         self.number: int = number
-        self.rank: int = 0  # order of sums; a cell leads only to cells of higher rank
-        self.cut_edges: dict[Cell | None, list[CutEdge]] = {}  # by the cell of the target; None: the final stage
+        self.rank: int = 0  # order of sums; a segment leads only to segments of higher rank
+        self.cut_edges: dict[
+            GraphSegment | None, list[CutEdge]
+        ] = {}  # by the segment of the target; None: the final stage
         self.leaves: list[CutEdge] = []  # to leaves
 
 
@@ -131,7 +133,7 @@ class Stage(NamedTuple):
     """The nodes that one engine call runs."""
 
     rank: int  # of sums
-    cells: Sequence[Cell]  # empty for disjoint sources, and in the final stage
+    segments: Sequence[GraphSegment]  # empty for disjoint sources, and in the final stage
     recvs: list[Received]
     complete_leaves: list[Tensor]  # leaves to capture, with the complete gradient
     partial_leaves: list[Tensor]  # leaves to capture, with a part of the gradient
@@ -169,8 +171,8 @@ class LocalGraph:
     __slots__ = (
         *(
             "bits",
-            "cell_of",
-            "cells_of",
+            "segment_of",
+            "segments_of",
             "final",
             "foreign",
             "groups",
@@ -184,10 +186,10 @@ class LocalGraph:
     )
     # Set by planner.py if sources meet:
     recvs_of: list[list[Received]]  # group -> recvs
-    cells_of: list[list[Cell]]  # group -> the cells that it runs, unless they have run
-    cell_of: dict[Node, Cell]  # nodes and recvs of other stages than the final one
-    taint: dict[int, int]  # id of a leaf -> the pairs of cells with cut edges that lead to it
-    pairs: dict[tuple[Cell, Cell | None], int]  # -> bit in `taint`
+    segments_of: list[list[GraphSegment]]  # group -> the segments that it runs, unless they have run
+    segment_of: dict[Node, GraphSegment]  # nodes and recvs of other stages than the final one
+    taint: dict[int, int]  # id of a leaf -> the pairs of segments with cut edges that lead to it
+    pairs: dict[tuple[GraphSegment, GraphSegment | None], int]  # -> bit in `taint`
     hooked: set[int]  # ids of leaves with hooks
 
     def __init__(
@@ -321,30 +323,30 @@ class LocalGraph:
         """
         return len(self.bits) == 1 and source in self.bits and {peer}.issuperset(map(_peer_of, self.final.recvs))
 
-    def stage(self, group: int, done: Set[Cell]) -> Stage:
-        """Return the stage of a group, or FINAL, after the cells `done` have run.
+    def stage(self, group: int, done: Set[GraphSegment]) -> Stage:
+        """Return the stage of a group, or FINAL, after the segments `done` have run.
 
         To be called if sources meet."""
         if group == FINAL:
             return self.final
-        cells = [cell for cell in self.cells_of[group] if cell not in done]
-        cells.sort(key=attrgetter("rank"))
+        segments = [segment for segment in self.segments_of[group] if segment not in done]
+        segments.sort(key=attrgetter("rank"))
         cut_edges: list[CutEdge] = []
         active = 0
-        for cell in cells:
-            for target, edges in cell.cut_edges.items():
-                if target not in cells:
+        for segment in segments:
+            for target, edges in segment.cut_edges.items():
+                if target not in segments:
                     cut_edges += edges
-                    active |= self.pairs[cell, target]
+                    active |= self.pairs[segment, target]
         leaves: dict[int, Tensor] = {}
-        for cell in cells:
-            for edge in cell.leaves:
+        for segment in segments:
+            for edge in segment.leaves:
                 leaf = id(edge.target)
                 if leaf in self.hooked or self.taint.get(leaf, 0) & active:
                     cut_edges.append(edge)
                 else:
                     leaves[leaf] = cast("Tensor", edge.target)
-        return Stage(cells[-1].rank, cells, self.recvs_of[group], [], list(leaves.values()), cut_edges, [])
+        return Stage(segments[-1].rank, segments, self.recvs_of[group], [], list(leaves.values()), cut_edges, [])
 
 
 by_id: attrgetter[int] = attrgetter("id")

@@ -3,14 +3,14 @@
 Every node has a *mask*, the set of sources that reach it. Recvs with equal masks form a group (see
 protocols/backward.py); recvs that all sources reach belong to the final stage, except in a plain context. A group's
 stage runs those ancestors of its recvs that no other stage has run. Nodes with the same smallest groups (by mask; a
-larger group cannot be complete earlier) form a *cell*: they always run in the same stage. With one smallest group, that
-group's stage runs the cell, in any order of arrival, so that sums have the same order in every run. With several
-smallest groups, of which none contains another, the first one to be complete runs the cell.
+larger group cannot be complete earlier) form a *graph segment*: they always run in the same stage. With one smallest
+group, that group's stage runs the segment, in any order of arrival, so that sums have the same order in every run. With
+several smallest groups, of which none contains another, the first one to be complete runs the segment.
 
 An edge from a stage to a node that runs later is a *cut edge*, unless it leads to a leaf that can be captured as an
 engine input: a leaf without hooks that cannot be reached from the stage through another cut edge. (Otherwise the engine
-would run the nodes between on part of their gradients.) `taint` has, for each leaf, the pairs of cells with cut edges
-that lead to it.
+would run the nodes between on part of their gradients.) `taint` has, for each leaf, the pairs of segments with cut
+edges that lead to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, cast
 
-from telegrad.autograd.graph.local_graph import LEAF, RECV, Cell, CutEdge, LocalGraph, Stage, by_id, has_hooks, is_outer
+from telegrad.autograd.graph.local_graph import (
+    LEAF,
+    RECV,
+    CutEdge,
+    GraphSegment,
+    LocalGraph,
+    Stage,
+    by_id,
+    has_hooks,
+    is_outer,
+)
 from telegrad.protocols.backward_messages import Group
 
 if TYPE_CHECKING:
@@ -32,18 +42,18 @@ __all__ = ["plan"]
 
 
 def plan(graph: LocalGraph) -> None:
-    """Create groups, cells and final stage of a graph with sources that meet."""
+    """Create groups, segments and final stage of a graph with sources that meet."""
     reach, graph.walk = graph.walk, None
     assert reach is not None
-    graph.groups, graph.recvs_of, graph.cells_of = [], [], []
-    graph.cell_of, graph.taint, graph.pairs, graph.hooked = {}, {}, {}, set()
+    graph.groups, graph.recvs_of, graph.segments_of = [], [], []
+    graph.segment_of, graph.taint, graph.pairs, graph.hooked = {}, {}, {}, set()
     graph.foreign, graph.shared, graph.stages = [], {}, []
     graph.final = Stage(1 << 60, (), [], [], [], (), [])
     _Planner(graph, reach)
 
 
 class _Planner:
-    """Four linear passes over the nodes: masks, needs, cells, cut edges."""
+    """Four linear passes over the nodes: masks, needs, segments, cut edges."""
 
     def __init__(self, graph: LocalGraph, reach: GraphWalk) -> None:
         self.graph = graph
@@ -55,7 +65,7 @@ class _Planner:
         graph.groups = self.groups
         recvs = self._masks([reach.starts(bit) for bit in range(len(graph.sources))])
         if self.groups:
-            self._cells(self._needs(recvs))
+            self._segments(self._needs(recvs))
             self._cut_edges()
         leaves = [n for n, kind in zip(self.nodes, self.kinds, strict=True) if kind == LEAF]
         graph.final.complete_leaves.extend(cast("list[Tensor]", leaves))
@@ -109,84 +119,84 @@ class _Planner:
             need[upper] = groups
         return need
 
-    def _cells(self, need: list[int]) -> None:
-        """Assign the nodes that some group needs to cells."""
+    def _segments(self, need: list[int]) -> None:
+        """Assign the nodes that some group needs to segments."""
         graph = self.graph
         masks = [group.mask for group in self.groups]
-        cells: dict[tuple[int, ...], Cell] = {}
-        by_need: dict[int, Cell] = {}
-        graph.cells_of = [[] for _ in masks]
-        self.cell: list[Cell | None] = [None] * len(self.nodes)
+        segments: dict[tuple[int, ...], GraphSegment] = {}
+        by_need: dict[int, GraphSegment] = {}
+        graph.segments_of = [[] for _ in masks]
+        self.segment: list[GraphSegment | None] = [None] * len(self.nodes)
         for upper, node in enumerate(self.nodes):
             groups = need[upper]
             if not groups:
                 continue
-            cell = by_need.get(groups)
-            if cell is None:
+            segment = by_need.get(groups)
+            if segment is None:
                 smallest: list[int] = []
                 for number in _bits(groups):  # smaller masks come first
                     if not any(masks[small] & ~masks[number] == 0 for small in smallest):
                         smallest.append(number)
                 key = tuple(smallest)
-                cell = cells.get(key)
-                if cell is None:
-                    cell = cells[key] = Cell(key, len(cells))
+                segment = segments.get(key)
+                if segment is None:
+                    segment = segments[key] = GraphSegment(key, len(segments))
                     for number in key:
-                        graph.cells_of[number].append(cell)
-                by_need[groups] = cell
-            graph.cell_of[node] = self.cell[upper] = cell
-        self.cells = list(cells.values())
+                        graph.segments_of[number].append(segment)
+                by_need[groups] = segment
+            graph.segment_of[node] = self.segment[upper] = segment
+        self.segments = list(segments.values())
 
     def _cut_edges(self) -> None:
-        """List the edges that leave a cell, and the cut edges that reach each leaf."""
-        graph, cells = self.graph, self.cell
+        """List the edges that leave a segment, and the cut edges that reach each leaf."""
+        graph, segments = self.graph, self.segment
         pairs, nodes, below, kinds = graph.pairs, self.nodes, self.below, self.kinds
         taint = [0] * len(nodes)
         for upper in self.order:
-            cell = cells[upper]
+            segment = segments[upper]
             above = taint[upper]
-            if cell is None and not above:
+            if segment is None and not above:
                 continue
             for output, lower in enumerate(below(upper)):
                 if lower < 0:
                     continue
                 passed = above
-                if cell is not None and cells[lower] is not cell:
+                if segment is not None and segments[lower] is not segment:
                     node = nodes[upper]
                     edge = CutEdge(node, output, nodes[lower], node.next_functions[output][1])
                     if kinds[lower] == LEAF:
-                        cell.leaves.append(edge)
+                        segment.leaves.append(edge)
                     else:
-                        target = cells[lower]
-                        cell.cut_edges.setdefault(target, []).append(edge)
-                        passed |= pairs.setdefault((cell, target), 1 << len(pairs))
+                        target = segments[lower]
+                        segment.cut_edges.setdefault(target, []).append(edge)
+                        passed |= pairs.setdefault((segment, target), 1 << len(pairs))
                 if passed:
                     taint[lower] |= passed
         graph.taint = {id(nodes[n]): taint[n] for n, kind in enumerate(kinds) if kind == LEAF and taint[n]}
-        leaves = [cast("Tensor", edge.target) for cell in self.cells for edge in cell.leaves]
+        leaves = [cast("Tensor", edge.target) for segment in self.segments for edge in segment.leaves]
         graph.hooked = {id(leaf) for leaf in leaves if has_hooks(leaf)}
         self._rank()
 
     def _rank(self) -> None:
-        """Order the cells topologically, and by key."""
-        before = dict.fromkeys(self.cells, 0)
-        for cell in self.cells:
-            for target in cell.cut_edges:
+        """Order the segments topologically, and by key."""
+        before = dict.fromkeys(self.segments, 0)
+        for segment in self.segments:
+            for target in segment.cut_edges:
                 if target is not None:
                     before[target] += 1
-        free = [(cell.key, cell.number, cell) for cell, count in before.items() if not count]
+        free = [(segment.key, segment.number, segment) for segment, count in before.items() if not count]
         heapify(free)
         rank = 0
         while free:
-            cell = heappop(free)[-1]
-            cell.rank = rank
+            segment = heappop(free)[-1]
+            segment.rank = rank
             rank += 1
-            for target in cell.cut_edges:
+            for target in segment.cut_edges:
                 if target is not None:
                     before[target] -= 1
                     if not before[target]:
                         heappush(free, (target.key, target.number, target))
-        assert rank == len(self.cells), "the cells form a cycle"
+        assert rank == len(self.segments), "the segments form a cycle"
 
 
 def _bits(mask: int) -> list[int]:

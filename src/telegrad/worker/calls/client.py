@@ -35,7 +35,7 @@ from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.encoded import NO_METADATA, Encoded, MessageSpec, Request
 from telegrad.worker.calls.future import CallFuture, cancel_if_interrupted
 from telegrad.worker.calls.headers import SentHeaders
-from telegrad.worker.calls.interception import CallForm, Creation, InterceptedRequest
+from telegrad.worker.calls.interception import CallForm, InterceptedCreation, InterceptedRequest
 from telegrad.worker.calls.interceptors import PICKLER, Interceptors, active, carrier_of, is_own, rename_path, switch
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.calls.pending_work import OpenWork
@@ -208,7 +208,7 @@ class Calls:
 
     # ---- sending
 
-    def send(self, request: Request | InterceptedRequest, target: CallFuture[object] | Creation) -> None:
+    def send(self, request: Request | InterceptedRequest, target: CallFuture[object] | InterceptedCreation) -> None:
         """Send a request with a future or a creation as its completion target."""
         if isinstance(request, InterceptedRequest):
             interception.send(self, request.form, target)

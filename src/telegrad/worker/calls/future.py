@@ -21,11 +21,9 @@ from telegrad.worker.calls.future_waits import wait_done, wait_in_loop
 from telegrad.worker.closed import ClosedEngine, WorkerCalls
 from telegrad.worker.unread_failures import CallSummary, Failure, describe_call
 
-__all__ = ["NO_DEVICES", "CallFuture", "Deferred", "cancel_if_interrupted", "is_future"]
+__all__ = ["CallFuture", "Deferred", "cancel_if_interrupted", "is_future"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
-
-NO_DEVICES: list[object] = []
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -88,7 +86,7 @@ class CallFuture(torch.futures.Future[T]):
             is_read: A failure needs no log line, because other code gets it.
             is_of_handler: The future has the result of a handler: its `then` passes on the failure, with its type.
         """
-        future = cls(NO_DEVICES)
+        future = cls([])
         if calls is not None:
             future._calls = calls
         if request is not None:
@@ -199,7 +197,7 @@ class CallFuture(torch.futures.Future[T]):
         Raises:
             TypeError: ``callback`` is not callable.
         """
-        child: CallFuture[S] = CallFuture(NO_DEVICES)
+        child: CallFuture[S] = CallFuture([])
         child._request = (-1, callback, 0)
         child._has_parent = True
         child._parent_calls = self._logging_calls()

@@ -35,7 +35,7 @@ from telegrad.worker.scope import current, remaining
 __all__ = [
     "MESSAGE",
     "CallForm",
-    "Creation",
+    "InterceptedCreation",
     "InterceptedRequest",
     "ResolvedCall",
     "Sender",
@@ -101,7 +101,7 @@ class InterceptedRequest(NamedTuple):
     keep: object  # kept alive until the call ends
 
 
-class Creation(Protocol):
+class InterceptedCreation(Protocol):
     """Call that creates a value (telegrad.rref.creation)."""
 
     _call: int  # id of the call, once sent
@@ -156,7 +156,7 @@ def is_intercepted(calls: Sender, form: CallForm) -> bool:
     return bool(of_process.chain or calls.own_interceptors.chain or _of_program(calls, form))
 
 
-def send(calls: Sender, form: CallForm, target: CallFuture[Any] | Creation) -> None:
+def send(calls: Sender, form: CallForm, target: CallFuture[Any] | InterceptedCreation) -> None:
     """Run a call through the interceptors of its worker, and complete its target.
 
     Args:

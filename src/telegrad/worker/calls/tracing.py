@@ -83,12 +83,12 @@ class Observer(Protocol):
         None if the calling thread is not profiled.
         """
 
-    def record(self, node: int, asked: TraceContext | None) -> Recording:
+    def record(self, node: int, trace: TraceContext | None) -> Recording:
         """Return the recording of a request that is about to run on a worker.
 
         Args:
             node: Id of the worker.
-            asked: Trace context of the request, if any.
+            trace: Trace context of the request, if any.
         """
 
     def arrived(self, report: Report) -> None:

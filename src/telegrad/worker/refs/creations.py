@@ -154,7 +154,7 @@ class Creations:
         self.warning.check(self.table.size())
         return owned
 
-    def settle(self, rref: RRefId, value: object, error: BaseException | None) -> None:
+    def set_result(self, rref: RRefId, value: object, error: BaseException | None) -> None:
         """Set the value of a creation as the owner, when the function returns or raises."""
         with self.lock:
             owned = self.values.get(rref)

@@ -167,7 +167,7 @@ class Handlers:
             target = metadata.target
             if flags & _KEEP_AS and target is not None:
                 target = self.accept(info.peer, target.local_id, info.connection)
-                self._settle_creation(info, target, None, error_of(body, f"the creation of {target}"))
+                self._set_creation_result(info, target, None, error_of(body, f"the creation of {target}"))
                 return
         except Exception as e:
             self.fail(info, e)
@@ -182,9 +182,9 @@ class Handlers:
         self._references.accept_create(rref, peer, connection)
         return rref
 
-    def settle(self, target: RRefId, value: object) -> None:
+    def set_result(self, target: RRefId, value: object) -> None:
         """Keep the value of a creation."""
-        self._references.settle(target, value, None)
+        self._references.set_result(target, value, None)
 
     def park(
         self, request: Request, slow: SlowRequest | None, receiver: tuple[int, int] | None, fetches: bool, peer: int
@@ -307,7 +307,7 @@ class Handlers:
         value = made.pop()
         pickler = self.messages.pickler if info.by_pickler else None
         if info.target is not None:
-            self._settle_creation(info, info.target, value, None)
+            self._set_creation_result(info, info.target, value, None)
             return
         try:
             sent = value if pickler is None else ByPickler(None, value, ())
@@ -329,7 +329,7 @@ class Handlers:
             self.report(info.peer, error)
         finally:
             if info.target is not None:
-                self._settle_creation(info, info.target, None, error)
+                self._set_creation_result(info, info.target, None, error)
             else:
                 self.fail(info, error)
 
@@ -343,11 +343,13 @@ class Handlers:
         why = LeftOut.CANCELED if canceled else LeftOut.EXPIRED
         self.reply(info, _ERROR, Encoded(_LEFT_OUT, bytes([why]), None, ()), 0)
 
-    def _settle_creation(self, info: RequestInfo, target: RRefId, value: object, error: BaseException | None) -> None:
+    def _set_creation_result(
+        self, info: RequestInfo, target: RRefId, value: object, error: BaseException | None
+    ) -> None:
         """Set the value of a reference, or the exception of its creation."""
         if error is not None:
             clear_frames(error, self._info)
-        self._references.settle(target, value, error)
+        self._references.set_result(target, value, error)
         flags = _MUST_DELIVER if error is None else _MUST_DELIVER | _FAILED
         self.reply(info, _CREATED, self.messages.encode(info.peer, tuple(target)), flags)
 
