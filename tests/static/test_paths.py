@@ -1,7 +1,8 @@
-"""Paths, and the names next to them, in the maps of the source tree exist."""
+"""Paths and names in the maps of the source tree exist, and no file is missing."""
 
 import re
 import subprocess
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,12 @@ PATH = re.compile(r"[\w.*-]+(/[\w.*-]+)*/?")
 FILE = re.compile(r".+\.(py|pyi|cc|h|md|toml|txt|yml|json|sh|svg|\*)")
 NAME = re.compile(r"[A-Za-z_]\w*((\.|::)\w+)*")
 IN_TREE = re.compile(r"(?<![\w/])[\w*]+(?:\.(?:py|cc|h|\*)(?![\w.])|/(?=[, ]|$))")
+DRAWN_AS_A_WHOLE = {
+    "csrc/core/": "the table of the engine has its files",
+    "csrc/tests/": "named after what they test",
+    "csrc/fuzz/": "one fuzzer each",
+    "src/telegrad/compat/": "torch's names",
+}
 FOLDERS = re.compile(r"( *)([\w/]+/(?: [\w/]+/)*)(?= |$)")
 
 
@@ -72,22 +79,52 @@ def missing_names(row: str) -> list[str]:
     return [n for n in names if texts and not any(re.search(rf"\b{re.split(r'[.:]+', n)[-1]}\b", t) for t in texts)]
 
 
-def missing_in_tree(tree: str) -> list[str]:
-    """Return the files of a drawn tree that neither its folder nor a parent has."""
-    missing = []
+def lines_of_tree(tree: str) -> Iterator[tuple[list[str], list[str], list[str]]]:
+    """Yield the lines of a drawn tree: folders that begin, all around, names."""
     folders: dict[int, list[str]] = {}
     for line in tree.splitlines():
+        begun: list[str] = []
         if drawn := FOLDERS.match(line):
             depth = len(drawn[1]) // 2
             around = folders.get(depth - 1, [""])
             folders = {level: names for level, names in folders.items() if level < depth}
-            folders[depth] = [around[0] + name for name in drawn[2].split()]
-            missing += [name for name in folders[depth] if not matches(name)]
-        inside = [folder for level in folders.values() for folder in level]
-        missing += [
-            name for name in IN_TREE.findall(line) if not any(matches(folder + name) for folder in [*inside, ""])
-        ]
+            begun = folders[depth] = [around[0] + name for name in drawn[2].split()]
+        yield begun, [folder for level in folders.values() for folder in level], IN_TREE.findall(line)
+
+
+def missing_in_tree(tree: str) -> list[str]:
+    """Return the files of a drawn tree that neither its folder nor a parent has."""
+    missing = []
+    for begun, inside, names in lines_of_tree(tree):
+        missing += [name for name in begun if not matches(name)]
+        missing += [name for name in names if not any(matches(folder + name) for folder in [*inside, ""])]
     return missing
+
+
+def undrawn(tree: str, sources: Iterable[str]) -> list[str]:
+    """Return the source files that a drawn tree leaves out.
+
+    A header stands for its source file, and the reverse.
+    """
+    drawn = set()
+    for _, inside, names in lines_of_tree(tree):
+        for name in names:
+            found = next((hits for folder in reversed(inside) if (hits := matches(folder + name))), ())
+            drawn.update(str(Path(hit).with_suffix("")) for hit in found)
+    return [name for name in sources if str(Path(name).with_suffix("")) not in drawn]
+
+
+def sources() -> list[str]:
+    """List the source files that the tree has to draw one by one."""
+    roots, whole = ("src/telegrad/", "csrc/"), tuple(DRAWN_AS_A_WHOLE)
+    found = [name for name in sorted(tracked()) if name.startswith(roots) and name.endswith((".py", ".h", ".cc"))]
+    return [name for name in found if not name.startswith(whole) and not Path(name).name.startswith("__")]
+
+
+def drawn_tree() -> str:
+    blocks, _ = documents.split((documents.REPO / "ARCHITECTURE.md").read_text())
+    (tree,) = [block.text for block in blocks if "src/telegrad/\n" in block.text]
+    return tree
 
 
 @pytest.mark.parametrize("document", MAPS)
@@ -105,9 +142,19 @@ def test_the_names_of_the_places_exist() -> None:
 
 
 def test_the_drawn_tree_exists() -> None:
-    blocks, _ = documents.split((documents.REPO / "ARCHITECTURE.md").read_text())
-    (tree,) = [block.text for block in blocks if "src/telegrad/\n" in block.text]
-    assert missing_in_tree(tree) == []
+    assert missing_in_tree(drawn_tree()) == []
+
+
+def test_the_drawn_tree_is_complete() -> None:
+    assert len(sources()) > 250
+    assert undrawn(drawn_tree(), sources()) == []
+
+
+def test_the_engine_has_a_row_for_each_file() -> None:
+    page = (documents.REPO / "ARCHITECTURE.md").read_text()
+    files = [Path(name) for name in tracked() if name.startswith("csrc/core/")]
+    assert len(files) > 60
+    assert [file for file in files if not re.search(rf"\b{file.stem}\.(h|cc|\*)", page)] == []
 
 
 def test_missing_paths_and_names_are_found() -> None:
@@ -125,3 +172,9 @@ def test_missing_paths_and_names_are_found() -> None:
         "csrc/moon/",
         "moon/",
     ]
+
+
+def test_files_that_the_tree_leaves_out_are_found() -> None:
+    tree = "csrc/\n  memory/   block.h, arena.*,\n            peer_arena.h\n  base/     crypto*.*\n"
+    files = ["csrc/memory/arena.cc", "csrc/memory/peer_arena.cc", "csrc/memory/copy.cc", "csrc/base/crypto_none.cc"]
+    assert undrawn(tree, files) == ["csrc/memory/copy.cc"]
