@@ -157,6 +157,14 @@ def test_the_engine_has_a_row_for_each_file() -> None:
     assert [file for file in files if not re.search(rf"\b{file.stem}\.(h|cc|\*)", page)] == []
 
 
+def test_the_readers_of_metadata_are_in_its_table() -> None:
+    page = (documents.REPO / "ARCHITECTURE.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| the decoded form |"))
+    readers = [name for name in sources() if "messages.read_metadata(" in (documents.REPO / name).read_text()]
+    assert len(readers) >= 4
+    assert [name for name in readers if Path(name).name not in row] == []
+
+
 def test_missing_paths_and_names_are_found() -> None:
     assert missing_paths("`csrc/core/engine.h`, `engine_calls.cc`, `engine_sent.cc`, `nowhere/x.py`, `wire/`") == [
         "engine_sent.cc",
