@@ -68,12 +68,41 @@ NAMES = {
 }
 """Words of identifiers only: in prose they may mean something else."""
 
+OLD_WORDS = """
+    vain credo preamble passage departure recorder scattered loan borrower bell forest island draining
+    lane_choice holding_up take_role run_to_the_ends goes_to_the_ends only_recvs accumulate_beside
+    tell_collectors take_lazy hurry_lazy put_to_sleep fall_asleep release_gathered forget_dead wait_until_gone
+    suit_path begin_unpaced spin_once taking_turns answer_later let_go_of_frames
+""".split()  # noqa: SIM905
+"""Old words of the code, without any other use: in prose, as names, and as parts of names, in any spelling."""
+
+OLD_NAMES = """
+    Addressed Answered Asked Commons Crossing Direct Door Draining EndedEngine Footprint GilUntilBlocked InContext
+    Interruption KnownField LaneChoice Lent Managed Outcome Passing Reaching Scoped Scopes StepState Surroundings
+    WakesForReferences Words _Guest _Held _Nobody _Patience _Stepped ALONE_IN_TUPLE GREETING NOT_MADE NO_DEVICES
+    _LAST_WORD _MORE _NOT_HERE _PATIENCE _UNHURRIED kAmongFirst kFarPast kGrace kMostGrace kMuch kPiece kScattered
+    kSlice kTogether kTrim _as_torch_says _at_length _being_written _call_at_length _passing _plant _relieve
+    _sent_short _subject _tell_when_done comes_later creation_over in_one_order is_usual part_from _under_way
+    any_loans any_reduced awake_ give_loans handler_run hold_up hot_ is_forest is_home item_tuple join_lane
+    leave_beside left_open log_refusal make_directly may_walk news_ not_spawned on_oneway on_outcome outcome_tuple
+    own_memory pass_by passes_over peer_user run_jobs run_method stay_awake take_back telling_ to_begin unasked
+    widened_ with_report
+""".split()  # noqa: SIM905
+"""Old names of the code, as identifiers. Their words have other uses."""
+
 _BORDERS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|_")
 _GAP = r"(?:\s+(?:(?:#|///?|\*)\s*)?)"  # between two words, which may stand on two lines of a comment
 _PATTERNS = [
     (re.compile(rf"\b(?:{key.replace(' ', _GAP)})\b", re.IGNORECASE), instead) for key, instead in REPLACEMENTS.items()
 ]
+_PATTERNS.append(
+    (
+        re.compile(rf"\b(?:{'|'.join(word.replace('_', _GAP) for word in OLD_WORDS)})s?\b", re.IGNORECASE),
+        "the word of GLOSSARY.md",
+    )
+)
 _NAMES = [(re.compile(rf"(?<!\w)(?:{key})(?!\w)"), instead) for key, instead in NAMES.items()]
+_NAMES.append((re.compile(rf"(?<!\w)(?:{'|'.join(OLD_NAMES)})(?!\w)"), "the name of GLOSSARY.md, or of the field"))
 _PRONOUNS = re.compile(rf"\b(?:{PRONOUNS})\b", re.IGNORECASE)
 _BAD_FIRST_WORDS = re.compile(rf"(?:{BAD_FIRST_WORDS})\b")
 _COMMENT_BLOCK = re.compile(r"(?:^[ \t]*///.*\n)+", re.MULTILINE)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from language import (
+    OLD_NAMES,
+    OLD_WORDS,
     PRONOUNS_PER_1000,
     Breach,
     core_comment_breaches,
@@ -134,6 +136,21 @@ def test_a_banned_word_is_found(text: str, instead: str) -> None:
 def test_a_breach_has_line_word_and_replacement() -> None:
     (breach,) = word_breaches("first\nthe door opens\n", code=False)
     assert str(breach) == "2: 'door'; write: listener, accept"
+
+
+@pytest.mark.parametrize("word", OLD_WORDS)
+def test_an_old_word_is_found_in_any_spelling(word: str) -> None:
+    camel = "".join(part.title() for part in word.split("_"))
+    for text in (f"self._{word}_count = 1", f"class {camel}:", f"# {word.replace('_', ' ')}", f"void engine{camel}();"):
+        assert word_breaches(text, code=True), text
+        assert word_breaches(text, code=False), text
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_an_old_name_is_found_in_code(name: str) -> None:
+    for text in (f"x = {name}(1)", f'handlers.attr("{name}")', f"a.{name}", f"# see `{name}`"):
+        assert word_breaches(text, code=True), text
+    assert not any(name in str(breach) for breach in word_breaches(f"x{name}y", code=True))
 
 
 def test_banned_names_count_in_code_only() -> None:
