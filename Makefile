@@ -93,7 +93,7 @@ bench-check: build ## the same; fails if a competitor is faster in any row
 	@tools/install_competitors.sh $(VENV)
 	$(PY) -m bench --check $(ARGS)
 
-lint: build ## ruff, the import law, mypy --strict, complete types, clang-format, the locks and the stub of the core
+lint: build ## ruff, the import law, mypy --strict, complete types, clang-format, the locks, the stub of the core and the subjects of commits
 	$(PY) -m ruff check -q .
 	$(PY) -m ruff format -q --check .
 	$(VENV)/bin/lint-imports --config pyproject.toml >$(BUILD)/imports.log || { cat $(BUILD)/imports.log; exit 1; }
@@ -103,6 +103,7 @@ lint: build ## ruff, the import law, mypy --strict, complete types, clang-format
 	$(PY) tools/stubs.py --check
 	$(PY) tools/wire_header.py --check
 	$(PY) tools/verify_types.py
+	$(PY) tools/commit_message.py --history
 
 format: $(READY) ## let ruff and clang-format rewrite the sources
 	$(PY) -m ruff check -q --fix-only .
