@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,17 +18,22 @@ from telegrad.serialize.function_names import _Known
 from telegrad.wire import (
     ANY_EPOCH,
     MAX_METADATA,
+    BodyKind,
     CallFormField,
     CallStateText,
     CancelItemField,
     CompletionField,
     CompletionItemField,
     EventItemField,
+    Flag,
     KnownNameField,
     MessageItemField,
     MetadataField,
     RequestStateText,
     ScopeField,
+    Status,
+    Tag,
+    ints,
 )
 from telegrad.worker.calls.encoded import CallMetadata
 from telegrad.worker.calls.interception import CallForm
@@ -233,3 +238,15 @@ def test_the_description_has_the_version_of_the_core() -> None:
     assert core is not None
     assert described is not None
     assert core[1] == described[1]
+
+
+def test_plain_ints_are_made_once() -> None:
+    tables: dict[str, type[IntEnum | IntFlag]] = {"TAG": Tag, "FLAG": Flag, "BODY": BodyKind, "STATUS": Status}
+    for name in ints.__all__:
+        table, _, member = name.partition("_")
+        assert type(getattr(ints, name)) is int
+        if table in tables:
+            assert getattr(ints, name) == tables[table][member]
+    made = re.compile(r"\bint\((Tag|Flag|BodyKind|Status)\.")
+    sources = (path for path in (ROOT / "src").rglob("*.py") if path.name != "ints.py")
+    assert [str(path) for path in sources if made.search(path.read_text())] == []

@@ -19,7 +19,7 @@ from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rpc.gathering import AllGatherStates, Gathering, OperationId, ordinals_of, text_of
 from telegrad.timeouts import nanoseconds
 from telegrad.waits import wait_for
-from telegrad.wire import Flag
+from telegrad.wire.ints import FLAG_INTERNAL
 from telegrad.worker import Worker
 from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.interceptors import internal
@@ -257,7 +257,7 @@ def _send_to_followers(
         arguments,
         {},
         worker.calls.timeout(timeout),
-        int(Flag.INTERNAL),
+        FLAG_INTERNAL,
     )
     errors, results = [], {}
     for name, future in zip(followers, futures, strict=True):

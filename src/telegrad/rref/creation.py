@@ -8,7 +8,7 @@ import torch
 from telegrad.errors import RpcTimeout, WorkerLost
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.tracebacks import is_interrupt
-from telegrad.wire import Flag, Status, Tag
+from telegrad.wire.ints import FLAG_FAILED, FLAG_METADATA, STATUS_REPLIED, TAG_CREATED
 from telegrad.worker import Worker
 from telegrad.worker.calls.callables import is_scripted
 from telegrad.worker.calls.client import Completion
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CreationFuture", "PendingCreation"]
 
-_REPLIED, _CREATED = int(Status.REPLIED), int(Tag.CREATED)
-_FAILED, _SLOW_FLAGS = int(Flag.FAILED), int(Flag.FAILED | Flag.METADATA)
+_SLOW_FLAGS = FLAG_FAILED | FLAG_METADATA
 _UNREAD = "use its reference"
 
 
@@ -76,7 +75,7 @@ class PendingCreation:
 
     def _process(self, completion: Completion) -> None:
         status, tag, flags, *_ = completion
-        if status == _REPLIED and tag == _CREATED and not flags & _SLOW_FLAGS:
+        if status == STATUS_REPLIED and tag == TAG_CREATED and not flags & _SLOW_FLAGS:
             if not self._worker.references.finish_creation(self, True):
                 self.finish(None)
             return
@@ -87,7 +86,7 @@ class PendingCreation:
             if is_interrupt(e):  # the creation had to end first
                 raise
         else:
-            self.finish(None, bool(flags & _FAILED))
+            self.finish(None, bool(flags & FLAG_FAILED))
 
     def finish(self, error: BaseException | None, owner_has_error: bool = False) -> None:
         """Record the result of the call; a future that is created later ends with it.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from telegrad.wire import Flag
+from telegrad.wire.ints import FLAG_INFERENCE, FLAG_NO_GRAD
 
 __all__ = [
     "Autocast",
@@ -58,7 +58,6 @@ current: ContextVar[Scope | None] = ContextVar("telegrad_scope", default=None)
 not_needed: ContextVar[Callable[[], bool] | None] = ContextVar("telegrad_not_needed", default=None)
 """In a streamed generator, and in a function that runs once: returns whether the caller needs no result."""
 
-_NO_GRAD, _INFERENCE = int(Flag.NO_GRAD), int(Flag.INFERENCE)  # operations of enums take microseconds
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", None)
 AUTOCAST_DEVICES = ("cpu", "cuda")
 _AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)  # torch's defaults
@@ -111,7 +110,7 @@ def caller_flags() -> int:
     """Return the state of the calling thread as flags."""
     if torch.is_grad_enabled():
         return 0
-    return _NO_GRAD | _INFERENCE if torch.is_inference_mode_enabled() else _NO_GRAD
+    return FLAG_NO_GRAD | FLAG_INFERENCE if torch.is_inference_mode_enabled() else FLAG_NO_GRAD
 
 
 def caller_state() -> Autocast:
@@ -179,9 +178,9 @@ def handler_state(flags: int, autocast: Autocast) -> Iterator[None]:
     with ExitStack() as stack:
         if before is not None:
             stack.callback(_restore_changed_autocast, before)
-        if flags & _INFERENCE:
+        if flags & FLAG_INFERENCE:
             stack.enter_context(torch.inference_mode())
-        elif flags & _NO_GRAD:
+        elif flags & FLAG_NO_GRAD:
             stack.enter_context(torch.inference_mode(False))  # restores all of the state at exit, unlike no_grad
             torch.set_grad_enabled(False)
         on, cache = autocast_of(autocast)

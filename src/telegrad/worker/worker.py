@@ -25,6 +25,7 @@ from telegrad.protocols.rref import Ticket
 from telegrad.serialize.unpickling import PickleGate
 from telegrad.types import WorkerInfo
 from telegrad.wire import Tag
+from telegrad.wire.ints import TAG_CONNECT, TAG_REFERENCES
 from telegrad.worker import lifecycle_log, process_hooks
 from telegrad.worker.autograd_hooks import AutogradHooks, WorkerPlugins
 from telegrad.worker.calls.client import Calls
@@ -291,7 +292,7 @@ class Worker(MemberChanges):
         message = self.messages.encode(peer, plain)
 
         def send() -> None:
-            self.engine.send(peer, int(Tag.REFERENCES), message.flags, message.body, message.segments, epoch)
+            self.engine.send(peer, TAG_REFERENCES, message.flags, message.body, message.segments, epoch)
 
         self.calls.send_message(kind, peer, send)
 
@@ -303,7 +304,7 @@ class Worker(MemberChanges):
     def ensure_connected(self, peers: Iterable[int]) -> None:
         """Connect to these workers, so that their loss is noticed."""
         for peer in peers:
-            self.engine.send(peer, int(Tag.CONNECT), 0, b"", None)
+            self.engine.send(peer, TAG_CONNECT, 0, b"", None)
 
     def send_oneway(self, peer: int, tag: Tag, value: object) -> None:
         """Send an internal one-way message."""

@@ -23,7 +23,15 @@ from telegrad.autograd.passes.comm_hooks import CommHooks, decompress
 from telegrad.autograd.passes.task import PassTask, PendingRequest
 from telegrad.autograd.plain.records import PlainContext
 from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
-from telegrad.wire import Flag, Status, Tag
+from telegrad.wire.ints import (
+    FLAG_METADATA,
+    STATUS_CANCELED,
+    STATUS_PEER_LOST,
+    STATUS_STOPPED,
+    STATUS_TIMED_OUT,
+    STATUS_UNREACHABLE,
+    TAG_GRADIENTS,
+)
 from telegrad.worker import Worker
 from telegrad.worker.calls.client import Completion
 from telegrad.worker.native import NOT_ENCODABLE, OtherReply
@@ -32,11 +40,8 @@ from telegrad.worker.serving.request_info import RequestInfo
 
 __all__ = ["BackwardManager"]
 
-_GRADIENTS = int(Tag.GRADIENTS)
 _GRADIENTS_LABEL = "the gradients of a backward pass"  # for errors
-_TIMED_OUT, _STOPPED, _UNREACHABLE = int(Status.TIMED_OUT), int(Status.STOPPED), int(Status.UNREACHABLE)
-_LOST = (int(Status.PEER_LOST), int(Status.CANCELED))
-_METADATA = int(Flag.METADATA)
+_LOST = (STATUS_PEER_LOST, STATUS_CANCELED)
 _CHECK_INTERVAL = 20_000_000  # ns; a thread that waits for one reply checks this often whether the pass has ended
 _REMEDY = (
     "If it may take that long, give init_rpc's options a larger rpc_timeout (0 for no limit); in a handler its"
@@ -188,17 +193,17 @@ class BackwardManager:
     def on_reply(self, task: PassTask, peer: int, completion: Completion) -> None:
         """Process the completion of a request with messages to a peer."""
         status, *_, why, _ = completion
-        if status == _UNREACHABLE:
+        if status == STATUS_UNREACHABLE:
             task.peer_unreachable(peer, why or "no connection")
         elif status in _LOST:
             task.peer_lost(peer, why or "no connection")
-        elif status not in (_TIMED_OUT, _STOPPED):  # the root checks its deadline
+        elif status not in (STATUS_TIMED_OUT, STATUS_STOPPED):  # the root checks its deadline
             self._on_reply(task, peer, completion)
 
     def _on_reply(self, task: PassTask, peer: int, completion: Completion) -> None:
         """Process the reply, or the error of a request that has not been sent."""
         try:
-            _, packed = self.worker.calls.read(completion, (peer, _GRADIENTS_LABEL, 0), _GRADIENTS, task.on_profile)
+            _, packed = self.worker.calls.read(completion, (peer, _GRADIENTS_LABEL, 0), TAG_GRADIENTS, task.on_profile)
             messages = self._decompress(packed)
         except BaseException as e:
             task.abort(e)
@@ -213,7 +218,7 @@ class BackwardManager:
         try:
             profile = (
                 worker.messages.read_metadata(request.peer, request.connection, flags, segments).profile
-                if flags & _METADATA
+                if flags & FLAG_METADATA
                 else None
             )
             context_id, root, number, min_live, packed = worker.messages.decode(flags, body, segments, [])
@@ -287,7 +292,7 @@ class BackwardManager:
         except BaseException as e:
             handlers.fail(request, e)
         else:
-            handlers.reply(request, _GRADIENTS, message, 0)
+            handlers.reply(request, TAG_GRADIENTS, message, 0)
 
     def _pass_of(self, context: Context, root: int, number: int, min_live: int, deadline: int) -> ActivePass | None:
         """Return this worker's task of a pass, or None if the pass is over."""

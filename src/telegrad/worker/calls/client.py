@@ -29,7 +29,16 @@ from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.tracebacks import clone_exception, is_interrupt
 from telegrad.timeouts import nanoseconds
 from telegrad.types import WorkerInfo
-from telegrad.wire import CallStateText, Flag, LeftOut, Status, Tag
+from telegrad.wire import CallStateText, LeftOut, Status
+from telegrad.wire.ints import (
+    FLAG_INTERNAL,
+    FLAG_LEFT_OUT,
+    FLAG_METADATA,
+    STATUS_REPLIED,
+    TAG_CREATED,
+    TAG_ERROR,
+    TAG_VALUE,
+)
 from telegrad.worker.calls import interception, tracing
 from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.encoded import NO_METADATA, Encoded, MessageSpec, Request
@@ -45,11 +54,6 @@ from telegrad.worker.scope import caller_flags, caller_state
 from telegrad.worker.unread_failures import CallSummary
 
 __all__ = ["CallForm", "Calls", "Completion", "complete", "error_of", "not_sent", "too_large"]
-
-_VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
-_REPLIED = int(Status.REPLIED)
-_METADATA, _LEFT_OUT = int(Flag.METADATA), int(Flag.LEFT_OUT)
-_INTERNAL = int(Flag.INTERNAL)
 
 
 # torch.futures.Future.set_result only calls this.
@@ -175,12 +179,12 @@ class Calls:
         """
         label = label_of(call)  # before any counting: this may run a __repr__ of the program
         flags = flags_of(call)
-        pickler = None if flags & _INTERNAL or is_own(call.function) else self._pickler_of(call.receiver)
+        pickler = None if flags & FLAG_INTERNAL or is_own(call.function) else self._pickler_of(call.receiver)
         by_pickler = pickler is not None and pickler.carries_function and call.receiver is None
         name = None if by_pickler else call.name
         parts, body = body_of(call, pickler, name is None and not by_pickler)
         ticket, epoch = ticket_for(call)
-        context = None if flags & _INTERNAL else call.context
+        context = None if flags & FLAG_INTERNAL else call.context
         # In the metadata, too: decoding the body may fail.
         target = None if call.keep_as is None else RRefId(self.worker_id, call.keep_as)
         spec = MessageSpec(
@@ -284,7 +288,7 @@ class Calls:
         self,
         completion: Completion,
         call: CallSummary,
-        value_tag: int = _VALUE,
+        value_tag: int = TAG_VALUE,
         on_profile: Callable[[Any], None] | None = None,
     ) -> tuple[int, Any]:
         """Return tag and value of the reply to a call, or raise the call's exception.
@@ -298,24 +302,24 @@ class Calls:
             on_profile: Gets the report in a reply; None for the observer of calls.
         """
         status, tag, flags, body, segments, _, connection, why, loss = completion
-        if status != _REPLIED:
+        if status != STATUS_REPLIED:
             raise self._error_without_reply(status, why, loss, call)
         peer, _, _ = call
         messages = self.messages
-        metadata = messages.read_metadata(peer, connection, flags, segments) if flags & _METADATA else NO_METADATA
+        metadata = messages.read_metadata(peer, connection, flags, segments) if flags & FLAG_METADATA else NO_METADATA
         if metadata.profile is not None:
             (on_profile or tracing.observer.arrived)(metadata.profile)
-        if flags & _LEFT_OUT:
-            raise self._error_of_left_out(body, tag == _VALUE, call)
+        if flags & FLAG_LEFT_OUT:
+            raise self._error_of_left_out(body, tag == TAG_VALUE, call)
         if tag == value_tag:
             try:
                 return tag, messages.decode(flags, body, segments, metadata.handles, metadata.wrap)
             except Exception as e:
                 e.add_note(f"raised here, when the result of {self._text_of(call)} was decoded")
                 raise
-        if tag == _ERROR:
+        if tag == TAG_ERROR:
             raise unpack_exception(body, messages.gate)
-        if tag == _CREATED and value_tag == _VALUE:
+        if tag == TAG_CREATED and value_tag == TAG_VALUE:
             return tag, None
         raise TelegradError(
             f"{self.name_of(peer)} replied to {self._text_of(call)} with a message of unknown tag {tag}"

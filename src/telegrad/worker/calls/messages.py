@@ -25,7 +25,8 @@ from telegrad.serialize.program_pickler import BodyPickler, ByPickler, dump_by_p
 from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.unpickling import PickleGate
 from telegrad.types import WorkerInfo
-from telegrad.wire import ANY_EPOCH, MAX_METADATA, BodyKind, Flag
+from telegrad.wire import ANY_EPOCH, MAX_METADATA, BodyKind
+from telegrad.wire.ints import BODY_CODEC, BODY_CUSTOM, BODY_PICKLE, FLAG_BODY, FLAG_METADATA, FLAG_MUST_DELIVER
 from telegrad.worker.autograd_hooks import AutogradContext, AutogradHooks
 from telegrad.worker.calls.encoded import (
     NO_FORK,
@@ -47,8 +48,6 @@ __all__ = ["Messages", "is_serializing"]
 
 logger: logging.Logger = logging.getLogger("telegrad")
 
-_BODY, _METADATA, _CODEC = int(Flag.BODY), int(Flag.METADATA), int(BodyKind.CODEC)  # faster than the enumerations
-_MUST_DELIVER = int(Flag.MUST_DELIVER)
 is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _ALL_PEERS = -1  # instead of a peer, for a message to several peers
 _MAX_TICKETS = 250_000  # of metadata
@@ -171,8 +170,9 @@ class Messages:
             segments = [*(segments or ()), metadata]
             if not tickets and made_in is None:
                 # The owner counts a creation, whose reference ends with the session.
-                return Encoded(flags | _METADATA, body, segments, (), epoch=ANY_EPOCH if target is None else epoch)
-            return Encoded(flags | _METADATA | _MUST_DELIVER, body, segments, tuple(tickets or ()), made_in, epoch)
+                return Encoded(flags | FLAG_METADATA, body, segments, (), epoch=ANY_EPOCH if target is None else epoch)
+            flags |= FLAG_METADATA | FLAG_MUST_DELIVER
+            return Encoded(flags, body, segments, tuple(tickets or ()), made_in, epoch)
         except BaseException as e:
             self._return_tickets(peer, keep=None)
             if isinstance(e, DeviceNotMapped):
@@ -238,7 +238,7 @@ class Messages:
         coded = self._codec.encode(value)
         if coded is None:
             return self.encode(peer, value)
-        return Encoded(_CODEC, coded[0], coded[1], ())
+        return Encoded(BODY_CODEC, coded[0], coded[1], ())
 
     def _body(
         self,
@@ -257,21 +257,21 @@ class Messages:
             assert isinstance(value, ByPickler)
             self._require_pickles(custom.name)
             made = dump_by_pickler(custom, value)
-            return int(BodyKind.CUSTOM), *self.serializer.dumps(made, recorded=recorded)
+            return BODY_CUSTOM, *self.serializer.dumps(made, recorded=recorded)
         if recorded is None:
             coded = self._codec.encode(value)
             if coded is not None:
-                return _CODEC, *coded
+                return BODY_CODEC, *coded
         else:
             known = self._codec.encode_recorded(value)
             if known is not None:
                 body, segments, tensors = known
                 recorded += tensors
-                return _CODEC, body, segments
+                return BODY_CODEC, body, segments
         self._return_tickets(peer, keep=ticket)
         if not self.gate.is_open:
             return self._plain_body(value, parts, recorded)
-        return int(BodyKind.PICKLE), *self.serializer.dumps(value, parts, recorded)
+        return BODY_PICKLE, *self.serializer.dumps(value, parts, recorded)
 
     def _plain_body(
         self, value: object, parts: str | tuple[str, ...], recorded: list[Any] | None
@@ -287,7 +287,7 @@ class Messages:
         if coded is None:
             what = parts if isinstance(parts, str) else ", ".join(parts)
             raise PickleRefused(f"cannot send {what} without a pickle (option allow_pickle=False)")
-        return _CODEC, *coded
+        return BODY_CODEC, *coded
 
     def _require_pickles(self, pickler: str) -> None:
         if not self.gate.is_open:
@@ -344,7 +344,7 @@ class Messages:
     def with_trace(self, message: Encoded, report: object) -> Encoded:
         """Add a report to the reply of a profiled request."""
         segments = list(message.segments or ())
-        if message.flags & _METADATA:
+        if message.flags & FLAG_METADATA:
             last = segments.pop()
             assert isinstance(last, bytes)
             *before, _ = cast("tuple[object, ...]", self._codec.decode(last, []))
@@ -354,7 +354,7 @@ class Messages:
         if len(metadata) > MAX_METADATA:
             logger.warning("the profile of a call is left out of its reply: it has %d bytes", len(metadata))
             return message
-        return message._replace(flags=message.flags | _METADATA, segments=[*segments, metadata])
+        return message._replace(flags=message.flags | FLAG_METADATA, segments=[*segments, metadata])
 
     def read_metadata(
         self, peer: int, connection: int, flags: int, segments: list[Buffer], *, request: bool = False
@@ -368,7 +368,7 @@ class Messages:
             segments: Segments of the message; the last one is removed.
             request: The message is a request, so an unknown autograd context is created.
         """
-        if not flags & _METADATA:
+        if not flags & FLAG_METADATA:
             return NO_METADATA
         metadata: Any = self._codec.decode(segments.pop(), [])
         plain, target, autocast, context_id, message, given, profile = metadata
@@ -425,10 +425,10 @@ class Messages:
         Raises:
             Exception: Whatever unpickling raises.
         """
-        kind, state = flags & _BODY, _serialization
+        kind, state = flags & FLAG_BODY, _serialization
         outer, state.handles = state.handles, handles
         try:
-            if kind == _CODEC:
+            if kind == BODY_CODEC:
                 return self._codec.decode(body, segments, wrap)
             value = self.serializer.loads(body, segments, wrap)
             if kind == BodyKind.CUSTOM:

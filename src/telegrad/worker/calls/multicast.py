@@ -8,7 +8,8 @@ from typing import Any
 from telegrad.errors import NotInitialized, SerializationError
 from telegrad.serialize.function_names import NotByName
 from telegrad.serialize.tracebacks import is_of_signal_handler, strip_own_frames
-from telegrad.wire import ANY_EPOCH, Flag, Tag
+from telegrad.wire import ANY_EPOCH
+from telegrad.wire.ints import FLAG_INTERNAL, FLAG_METADATA, FLAG_MUST_DELIVER, TAG_CALL
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.encoded import PeerMetadata
@@ -17,9 +18,6 @@ from telegrad.worker.calls.interceptors import active
 from telegrad.worker.scope import caller_flags, caller_state
 
 __all__ = ["call_many"]
-
-_CALL, _INTERNAL = int(Tag.CALL), int(Flag.INTERNAL)
-_METADATA, _MUST_DELIVER = int(Flag.METADATA), int(Flag.MUST_DELIVER)
 
 
 def call_many(
@@ -71,7 +69,7 @@ def _call_each(
 ) -> None:
     """Call a function on several workers, encoded for each, and append the futures."""
     for peer in peers:
-        call = (peer, function, args, kwargs, timeout, None, False, bool(flags & _INTERNAL))
+        call = (peer, function, args, kwargs, timeout, None, False, bool(flags & FLAG_INTERNAL))
         try:
             futures.extend(starmap(calls.client.start, (call,)))  # has the future before a signal handler can run
         except Exception as e:  # of an interceptor, or a reference cannot be sent to this peer
@@ -94,7 +92,7 @@ def _call_all(
 ) -> None:
     """Call a function on several workers, encoded once, and append the futures."""
     recorded_in, timeout, depth = calls.client.read_scope(timeout)
-    context: AutogradContext | None = None if flags & _INTERNAL else recorded_in
+    context: AutogradContext | None = None if flags & FLAG_INTERNAL else recorded_in
     parts: tuple[str, ...] = ("args", "kwargs")
     body: tuple[object, ...] = (args, kwargs)
     number, text = 0, None
@@ -130,10 +128,10 @@ def _call_all(
             to, awaited = [peer for peer, _, _ in requests], [future for _, future, _ in requests]
             metadata = [own.metadata for _, _, own in requests if own is not None]
             delivers = written.handles or context is not None
-            extra = (_METADATA | _MUST_DELIVER if delivers else _METADATA) if metadata else 0
+            extra = (FLAG_METADATA | FLAG_MUST_DELIVER if delivers else FLAG_METADATA) if metadata else 0
             epochs = [ANY_EPOCH if own is None else own.epoch for _, _, own in requests]
             all_started &= calls.engine.start_many(
-                to, _CALL, flags | extra, number, text, written.body, written.segments,
+                to, TAG_CALL, flags | extra, number, text, written.body, written.segments,
                 metadata or None, epochs, timeout, depth,
                 _get_running_loop() is not None, awaited,
             )  # fmt: skip

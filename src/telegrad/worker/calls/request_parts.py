@@ -2,15 +2,13 @@
 
 from telegrad.protocols.rref import Ticket
 from telegrad.serialize.program_pickler import BodyPickler, ByPickler
-from telegrad.wire import Flag
+from telegrad.wire.ints import FLAG_INTERNAL, FLAG_KEEP_AS, FLAG_MUST_DELIVER, FLAG_MUST_RUN, FLAG_RECEIVER
 from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.interception import CallForm
 from telegrad.worker.calls.interceptors import carrier_of
 
 __all__ = ["body_of", "flags_of", "label_of", "ticket_for"]
 
-_INTERNAL, _MUST_DELIVER, _MUST_RUN = int(Flag.INTERNAL), int(Flag.MUST_DELIVER), int(Flag.MUST_RUN)
-_KEEP_AS, _RECEIVER = int(Flag.KEEP_AS), int(Flag.RECEIVER)
 _PARTS: tuple[str, ...] = ("args", "kwargs")
 _PARTS_BY_VALUE = ("the function", *_PARTS)
 
@@ -27,11 +25,11 @@ def flags_of(call: CallForm) -> int:
     """Return the flags of a request that its call alone decides."""
     flags = 0
     if call.internal or (call.receiver is not None and call.function is type):
-        flags |= _INTERNAL
+        flags |= FLAG_INTERNAL
     if call.keep_as is not None:
-        flags |= _KEEP_AS | _MUST_DELIVER | _MUST_RUN  # even after a timeout: others may know the reference
+        flags |= FLAG_KEEP_AS | FLAG_MUST_DELIVER | FLAG_MUST_RUN  # even after a timeout: others may know the reference
     if call.receiver is not None:
-        flags |= _RECEIVER
+        flags |= FLAG_RECEIVER
     return flags
 
 

@@ -22,7 +22,19 @@ from telegrad.serialize.program_pickler import ByPickler
 from telegrad.serialize.tensor_layout import Body, Buffer
 from telegrad.serialize.tracebacks import clear_frames, frames_cleared, is_interrupt, show_exception, traceback_of
 from telegrad.types import WorkerInfo
-from telegrad.wire import ALWAYS_TAKEN, Flag, LeftOut, Tag
+from telegrad.wire import ALWAYS_TAKEN, LeftOut
+from telegrad.wire.ints import (
+    FLAG_FAILED,
+    FLAG_KEEP_AS,
+    FLAG_LEFT_OUT,
+    FLAG_MUST_DELIVER,
+    FLAGS_OF_TORCH_STATE,
+    TAG_CALL,
+    TAG_CREATED,
+    TAG_ERROR,
+    TAG_GRADIENTS,
+    TAG_VALUE,
+)
 from telegrad.worker import process_hooks
 from telegrad.worker.autograd_hooks import AutogradHooks
 from telegrad.worker.calls import tracing
@@ -47,12 +59,6 @@ from telegrad.worker.serving.slow_request import SlowRequest
 __all__ = ["Handlers"]
 
 remote_logger: logging.Logger = logging.getLogger("telegrad.remote")
-
-_CALL, _GRADIENTS = int(Tag.CALL), int(Tag.GRADIENTS)
-_VALUE, _ERROR, _CREATED = int(Tag.VALUE), int(Tag.ERROR), int(Tag.CREATED)
-_STATE = int(Flag.NO_GRAD | Flag.INFERENCE)
-_LEFT_OUT, _KEEP_AS = int(Flag.LEFT_OUT), int(Flag.KEEP_AS)
-_MUST_DELIVER, _FAILED = int(Flag.MUST_DELIVER), int(Flag.FAILED)
 
 
 class HandlingWorker(Protocol):
@@ -136,25 +142,25 @@ class Handlers:
         self, info: RequestInfo, tag: int, flags: int, body: Body, segments: list[Buffer]
     ) -> SlowRequest | None:
         """Read the metadata of a request; None if another part replies."""
-        if flags & _LEFT_OUT:
+        if flags & FLAG_LEFT_OUT:
             self._reply_left_out(info, tag, flags, body, segments)
             return None
-        if tag == _GRADIENTS:
+        if tag == TAG_GRADIENTS:
             self.worker.autograd.on_request(info, flags, body, segments)
             clean_state()
             return None
-        if tag != _CALL:
+        if tag != TAG_CALL:
             raise SerializationError(f"a request with unknown tag {tag} came; do all workers run one version?")
         metadata = self.messages.read_metadata(info.peer, info.connection, flags, segments, request=True)
         target = metadata.target
         if target is not None:
-            if not flags & _KEEP_AS:
+            if not flags & FLAG_KEEP_AS:
                 raise SerializationError("a request names a reference to create, and is to create none")
             target = self.accept(info.peer, target.local_id, info.connection)
         recording = None
         if metadata.profile is not None or tracing.observer.serving:
             recording = tracing.observer.record(self._info.id, metadata.profile)
-        context = None if flags & _STATE else metadata.context
+        context = None if flags & FLAGS_OF_TORCH_STATE else metadata.context
         info = info._replace(target=target, context=context, recording=recording)
         return SlowRequest(self, info, flags, body, segments, metadata)
 
@@ -162,17 +168,17 @@ class Handlers:
         """Reply to a request without content, after processing its metadata."""
         try:
             metadata = self.messages.read_metadata(
-                info.peer, info.connection, flags, segments, request=tag != _GRADIENTS
+                info.peer, info.connection, flags, segments, request=tag != TAG_GRADIENTS
             )
             target = metadata.target
-            if flags & _KEEP_AS and target is not None:
+            if flags & FLAG_KEEP_AS and target is not None:
                 target = self.accept(info.peer, target.local_id, info.connection)
                 self._set_creation_result(info, target, None, error_of(body, f"the creation of {target}"))
                 return
         except Exception as e:
             self.fail(info, e)
             return
-        self.reply(info, _ERROR, Encoded(_LEFT_OUT, bytes(body), None, ()), 0)
+        self.reply(info, TAG_ERROR, Encoded(FLAG_LEFT_OUT, bytes(body), None, ()), 0)
 
     def accept(self, peer: int, local_id: object, connection: int) -> RRefId:
         """Accept the creation of a reference. A peer creates only its own ids."""
@@ -319,7 +325,7 @@ class Handlers:
                 self.fail(info, e)
         else:
             del value, sent
-            self.reply(info, _VALUE, message, 0)
+            self.reply(info, TAG_VALUE, message, 0)
 
     def reply_error(self, info: RequestInfo, error: BaseException) -> None:
         """Reply with the exception of the function, or of a check before the function ran."""
@@ -341,7 +347,7 @@ class Handlers:
             canceled: False if its deadline has passed before it ran.
         """
         why = LeftOut.CANCELED if canceled else LeftOut.EXPIRED
-        self.reply(info, _ERROR, Encoded(_LEFT_OUT, bytes([why]), None, ()), 0)
+        self.reply(info, TAG_ERROR, Encoded(FLAG_LEFT_OUT, bytes([why]), None, ()), 0)
 
     def _set_creation_result(
         self, info: RequestInfo, target: RRefId, value: object, error: BaseException | None
@@ -350,8 +356,8 @@ class Handlers:
         if error is not None:
             clear_frames(error, self._info)
         self._references.set_result(target, value, error)
-        flags = _MUST_DELIVER if error is None else _MUST_DELIVER | _FAILED
-        self.reply(info, _CREATED, self.messages.encode(info.peer, tuple(target)), flags)
+        flags = FLAG_MUST_DELIVER if error is None else FLAG_MUST_DELIVER | FLAG_FAILED
+        self.reply(info, TAG_CREATED, self.messages.encode(info.peer, tuple(target)), flags)
 
     def report(self, peer: int, error: BaseException) -> None:
         """Log an error of user code on this worker; under the drop-in, print it.
@@ -397,7 +403,7 @@ class Handlers:
                 self._info,
                 self.messages.gate,
             )
-        self.reply(info, _ERROR, Encoded(0, packed, None, ()), 0)
+        self.reply(info, TAG_ERROR, Encoded(0, packed, None, ()), 0)
         BaseException.with_traceback(error, None)  # an exception that is kept must not keep the request's arguments
 
     def reply(self, info: RequestInfo, tag: int, message: Encoded, flags: int) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from telegrad.protocols.rref import RRefId
 from telegrad.serialize.program_pickler import PickledCall
 from telegrad.serialize.tensor_layout import Body, Buffer
-from telegrad.wire import Flag
+from telegrad.wire.ints import FLAGS_OF_TORCH_STATE
 from telegrad.worker.autograd_hooks import AutogradContext
 from telegrad.worker.calls import tracing
 from telegrad.worker.calls.encoded import CallMetadata
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from telegrad.worker.serving.handlers import Handlers
 
 __all__ = ["SlowRequest"]
-
-_STATE = int(Flag.NO_GRAD | Flag.INFERENCE)
 
 
 class SlowRequest:
@@ -43,10 +41,11 @@ class SlowRequest:
         self.has_references: bool = bool(metadata.handles)
         self.recording: tracing.Recording | None = info.recording
         self.flags = flags
-        self.has_state: bool = bool(flags & _STATE)
+        self.has_state: bool = bool(flags & FLAGS_OF_TORCH_STATE)
         self.metadata = metadata
         inherits = handlers.worker.options.inherit_from_caller
-        self.handler_flags: int = flags & _STATE if inherits else 0  # torch's state of the handler, with its autocast
+        # torch's state of the handler, with its autocast
+        self.handler_flags: int = flags & FLAGS_OF_TORCH_STATE if inherits else 0
         self.handler_autocast: Autocast = metadata.autocast if inherits else None
         self._handlers = handlers
         self._body = body

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from telegrad.wire import Flag
+from telegrad.wire.ints import FLAG_INFERENCE, FLAGS_OF_TORCH_STATE
 from telegrad.worker.calls.tracing import Recording
 from telegrad.worker.scope import (
     AUTOCAST_DEVICES,
@@ -25,7 +25,6 @@ from telegrad.worker.scope import (
 
 __all__ = ["CoroutineTorchState"]
 
-_INFERENCE, _STATE = int(Flag.INFERENCE), int(Flag.NO_GRAD | Flag.INFERENCE)  # operations of enums take microseconds
 
 _hooks_api = torch._C._autograd
 _push_hooks, _pop_hooks = _hooks_api._push_saved_tensors_default_hooks, _hooks_api._pop_saved_tensors_default_hooks
@@ -83,8 +82,8 @@ class CoroutineTorchState:
         self._scope = scope if scope is not None and scope.autograd is not None else None
         self._hooks: list[Any] = []
         self._recording = recording
-        self._inference = bool(flags & _INFERENCE)
-        self._grad = not flags & _STATE
+        self._inference = bool(flags & FLAG_INFERENCE)
+        self._grad = not flags & FLAGS_OF_TORCH_STATE
         self._given = autocast
         self._autocast: FullAutocast | None = None  # from the first step on that needs it
         self._threads: list[tuple[Any, Any, FullAutocast, list[Any]] | None] = []
