@@ -4,9 +4,11 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 from stream_helpers import ENDLESS, bursts, endless, numbers, waits_forever
 
 from telegrad import rpc
@@ -152,6 +154,28 @@ def test_an_asynchronous_generator_sees_that_its_reader_has_closed() -> None:
         eventually(lambda: said == [False])
     assert ended.wait(10)
     assert said == [False, True]
+
+
+@pytest.mark.parametrize(("item", "prefetch"), [(1, 1), (torch.zeros(1 << 20), 256)], ids=["no credit", "large"])
+def test_an_asynchronous_generator_that_goes_on_when_it_is_canceled_is_closed(item: Any, prefetch: int) -> None:
+    waits, ended = threading.Event(), threading.Event()
+    local = Local((waits, ended))
+
+    async def goes_on(local: Any, item: Any) -> AsyncIterator[Any]:
+        waits, ended = local.value
+        try:
+            yield 0
+            waits.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            yield item  # no request will ask for it
+        finally:
+            ended.set()
+
+    with rpc.stream("w1", goes_on, (local, item), prefetch=prefetch) as stream:
+        assert next(stream) == 0
+        assert waits.wait(10)
+    assert ended.wait(10)
 
 
 def test_close_before_the_first_item() -> None:

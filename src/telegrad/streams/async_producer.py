@@ -121,7 +121,7 @@ class AsyncProducer:
                     if self._request is not None:
                         self._answer()
                 del item, copied  # the reply alone has the item
-                while self._credit <= 0:
+                while self._credit <= 0 and not self._is_closing:
                     await self._wait_for_credit()
         except StopAsyncIteration:
             self._is_exhausted = True
@@ -152,8 +152,10 @@ class AsyncProducer:
         """Make an item the next batch, after the present one has left."""
         self._credit = 0
         _resolve(self._request)
-        while self._items:
+        while self._items and not self._is_closing:
             await self._wait_for_credit()
+        if self._is_closing:
+            return
         self._items.append(item)
         self._size = size_of(item)
         self._credit = 0
