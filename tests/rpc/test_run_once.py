@@ -34,6 +34,10 @@ class Clocked:
         assert begins
         self.runs.complete((1, key), run, value, None)
 
+    def settle(self, *open_runs: int) -> None:
+        """Let another run begin, whose request lists open runs."""
+        self.runs.enter((1, open_runs[-1]), "last", (7, 99), 60.0, math.inf, open_runs)
+
     def begins(self, key: int) -> bool:
         return self.enter(key)[1]
 
@@ -100,6 +104,42 @@ def test_the_number_of_results_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
             clocked.enter(key)
     clocked.runs.complete((1, 0), running, None, None)
     assert not clocked.begins(0)
+
+
+def test_results_of_settled_runs_are_forgotten() -> None:
+    clocked = Clocked()
+    for key in (1, 2, 3, 4):
+        clocked.done(key, torch.ones(1000))
+    clocked.settle(2, 4, 9)
+    assert len(clocked.runs) == 3
+    assert clocked.runs._nbytes == 2 * (4000 + once._FIXED_BYTES)
+    assert [clocked.begins(key) for key in (2, 4, 9)] == [False] * 3
+    for key in (1, 3, 8):  # 8: its request is late
+        with pytest.raises(TelegradError, match="may have run, and does not run again"):
+            clocked.enter(key)
+    assert clocked.enter(1, caller=2)[1]
+    clocked.settle(10)
+    assert list(clocked.runs._runs) == [(1, 9), (2, 1), (1, 10)]  # these have not ended
+
+
+def test_the_result_of_a_run_that_is_settled_before_its_end_is_not_kept() -> None:
+    clocked = Clocked()
+    run, _ = clocked.enter(1)
+    clocked.settle(2)
+    clocked.runs.complete((1, 1), run, torch.ones(1000), None)
+    assert list(clocked.runs._runs) == [(1, 2)]
+    assert clocked.runs._nbytes == 0
+
+
+def test_a_run_whose_dropped_result_is_forgotten_does_not_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "_MOST_RESULTS", 1)
+    monkeypatch.setattr(once, "_MOST_DROPPED", 1)
+    clocked = Clocked()
+    for key in (1, 2, 3):
+        clocked.done(key, deadline=20.0)
+    assert len(clocked.runs) == 2
+    with pytest.raises(TelegradError, match="may have run, and does not run again"):
+        clocked.enter(1)
 
 
 def test_the_bytes_of_results_are_bounded() -> None:
@@ -202,6 +242,31 @@ def test_a_worker_remembers_only_calls_with_a_retry(tcp: Cluster) -> None:
     assert len(tcp[1]._worker.remembered_runs) == 0
     rpc.rpc_sync("w1", max, args=(1, 2), retry=FAST)
     assert len(tcp[1]._worker.remembered_runs) == 1
+
+
+def test_a_later_call_lets_results_be_forgotten(tcp: Cluster) -> None:
+    runs: Any = tcp[1]._worker.remembered_runs
+    for _ in range(5):
+        rpc.rpc_sync("w1", torch.ones, args=(1000,), retry=FAST)
+        assert len(runs) == 1
+    of = Awaited()
+    future = rpc.rpc_async("w1", awaited, args=(of.local,), retry=FAST)
+    assert of.begun.acquire(timeout=10)
+    for _ in range(3):
+        rpc.rpc_sync("w1", torch.ones, args=(1000,), retry=FAST)
+        assert len(runs) == 2  # that of the coroutine is open
+    break_connections()
+    eventually(lambda: "attempt 2" in str(tcp[0].debug_info().retries))
+    release(tcp, of)
+    assert future.wait() == 1
+
+
+def test_a_failed_run_is_settled_by_the_next_one(tcp: Cluster) -> None:
+    with pytest.raises(ZeroDivisionError):
+        rpc.rpc_sync("w1", divmod, args=(1, 0), retry=rpc.Retry(3, backoff=0.001, on=(ZeroDivisionError,)))
+    rpc.rpc_sync("w1", max, args=(1, 2), retry=FAST)
+    assert len(tcp[1]._worker.remembered_runs) == 1
+    assert tcp[0]._worker.retries._open_runs == {}
 
 
 class Awaited:

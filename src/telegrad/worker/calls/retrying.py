@@ -13,6 +13,7 @@ from telegrad.worker.calls.client import Calls
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.pending_work import PendingWork
 from telegrad.worker.calls.retry_policy import Retry, require_retry
+from telegrad.worker.calls.settled import MOST_LISTED
 from telegrad.worker.membership.members import Members
 from telegrad.worker.scope import Scope, caller_flags, caller_state, current, handler_state, remaining
 from telegrad.worker.timers import Timers
@@ -34,8 +35,9 @@ class Retries:
     def __init__(self, run_once: Callable[..., object]) -> None:
         self.run_once: Callable[..., object] = run_once
         self._calls: dict[int, RetryingCall] = {}
+        self._open_runs: dict[str, dict[int, None]] = {}  # by the callee's name; numbers in ascending order
         self._is_closed = False
-        self._lock = threading.Lock()  # for `_is_closed`
+        self._lock = threading.Lock()  # for `_is_closed` and `_open_runs`
 
     def add(self, number: int, call: "RetryingCall") -> None:
         """Add a call that has begun; end it at once if the worker has closed."""
@@ -48,6 +50,27 @@ class Retries:
     def remove(self, number: int) -> None:
         """Remove a call that has ended."""
         self._calls.pop(number, None)
+
+    def open_run(self, call: "RetryingCall") -> None:
+        """Number the function's run of a call; later runs have larger numbers."""
+        with self._lock:
+            self._number(call)
+
+    def renew_run(self, call: "RetryingCall") -> None:
+        """Number another run of a call, unless the call has ended."""
+        with self._lock:
+            if self._settle(call):
+                self._number(call)
+
+    def settle_run(self, call: "RetryingCall") -> None:
+        """Record that no request will ask for the run of a call again."""
+        with self._lock:
+            self._settle(call)
+
+    def open_runs(self, callee: str) -> tuple[int, ...]:
+        """Return the oldest open runs of a callee, at most `MOST_LISTED`, in order."""
+        with self._lock:
+            return tuple(itertools.islice(self._open_runs.get(callee, ()), MOST_LISTED))
 
     def describe(self) -> tuple[str, ...]:
         """Return a text for each call. Takes no lock."""
@@ -63,6 +86,18 @@ class Retries:
             self._is_closed = True
         for call in self._calls.copy().values():
             call.work.close()
+
+    def _number(self, call: "RetryingCall") -> None:
+        call.run = next(_numbers)
+        self._open_runs.setdefault(call.callee, {})[call.run] = None
+
+    def _settle(self, call: "RetryingCall") -> bool:
+        """Return whether the run was open."""
+        runs = self._open_runs.get(call.callee, {})
+        was_open = runs.pop(call.run, 0) is None
+        if not runs:
+            self._open_runs.pop(call.callee, None)
+        return was_open
 
 
 class Pool(Protocol):
@@ -116,14 +151,14 @@ class RetryingCall:
         timeout = remaining(timeout, current.get())
         self.text: str = f"{name_of(function)} on {info.name}"
         self._worker = worker
-        self._name = info.name
+        self.callee: str = info.name
         self._function = function
         self._args = args
         self._kwargs = kwargs
         self._retry = retry
         self._once = once
         self._number = next(_numbers)
-        self._key = self._number  # of the function's run; another one after an error of the function
+        self.run: int = 0  # number of the function's run; another one after an error of the function
         self._attempt = 0
         self._timeout = timeout
         self._deadline = time.monotonic_ns() + timeout if timeout else 0
@@ -143,6 +178,8 @@ class RetryingCall:
         """
         retries = self._worker.retries
         retries.add(self._number, self)
+        if self._once:
+            retries.open_run(self)
         try:
             if pause:
                 self._deadline += int(pause * 1e9) if self._deadline else 0
@@ -152,10 +189,15 @@ class RetryingCall:
         except WorkerLost as error:  # it is known to be lost, and may come back under its name
             self._on_error(error)
         except BaseException:
-            retries.remove(self._number)
+            self._end()
             raise
-        self.future._on_done(lambda _: retries.remove(self._number))
+        self.future._on_done(lambda _: self._end())
         return self.future
+
+    def _end(self) -> None:
+        retries = self._worker.retries
+        retries.remove(self._number)
+        retries.settle_run(self)
 
     @property
     def function(self) -> str:
@@ -180,7 +222,7 @@ class RetryingCall:
         function, args, kwargs = self._function, self._args, self._kwargs
         if self._once:
             function, args, kwargs = self._worker.retries.run_once, self._remembered(), None
-        attempt: CallFuture[Any] = self._worker.calls.client.start(self._name, function, args, kwargs, timeout)
+        attempt: CallFuture[Any] = self._worker.calls.client.start(self.callee, function, args, kwargs, timeout)
         attempt._mark_read()  # the program's future logs a failure
         self.future._source = attempt
         self.work.add(attempt.cancel)
@@ -189,8 +231,8 @@ class RetryingCall:
     def _remembered(self) -> tuple[object, ...]:
         """Return the arguments of `run_once`."""
         return (
-            (self._worker.incarnation, self._key),
-            _WINDOW + self._retry.max_backoff,
+            (self._worker.incarnation, self.run),
+            (_WINDOW + self._retry.max_backoff, self._worker.retries.open_runs(self.callee)),
             self._worker.calls.name_or_function(self._function),
             tuple(self._args or ()),
             dict(self._kwargs or {}),
@@ -218,8 +260,8 @@ class RetryingCall:
         if self._deadline and time.monotonic_ns() + int(pause * 1e9) >= self._deadline:
             self._fail(error)
             return
-        if isinstance(error, RemoteError):  # the function has ended: it is to run again
-            self._key = next(_numbers)
+        if self._once and isinstance(error, RemoteError):  # the function has ended: it is to run again
+            self._worker.retries.renew_run(self)
         self._send_later(pause)
 
     def _send_later(self, pause: float) -> None:
@@ -237,7 +279,7 @@ class RetryingCall:
         except WorkerLost as error:
             self._on_error(error)
         except UnknownWorker as error:  # it has left, and may come back under its name
-            lost = WorkerLost(self._name, "it has left the group")
+            lost = WorkerLost(self.callee, "it has left the group")
             lost.__cause__ = error
             self._on_error(lost)
         except BaseException as error:

@@ -7,12 +7,14 @@ The end of a session does not cancel a run: its caller may ask again in the next
 request for it, in a session that is open, or when the caller's incarnation is gone: it has left, the group has lost it,
 or a newer process has its name. Then its results are dropped as well.
 
-A result is kept until its caller asks no more: until the caller's deadline, or for a while after the end (the window).
-If many are kept, the oldest are dropped earlier. A request for a dropped result fails: the function does not run again.
-The worker remembers the keys of the last ended runs, and of each caller the largest number that it has forgotten. A
-request with that number or a smaller one fails, too: its function may have run.
+A result is kept until its caller asks no more: until a later request of the caller says so
+(`telegrad.worker.calls.settled`), until the caller's deadline, or for a while after the end (the window). If many are
+kept, the oldest are dropped earlier. A request for a dropped result fails: the function does not run again. The worker
+remembers the keys of the last ended runs, and which runs of each caller are settled or forgotten. A request for one of
+these fails, too: its function may have run.
 """
 
+import heapq
 import math
 import threading
 import time
@@ -28,6 +30,7 @@ from telegrad.worker.calls.callables import callee_of, full_name_of
 from telegrad.worker.calls.callables import run as run_function
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import CallCarrier, carriers
+from telegrad.worker.calls.settled import Settled
 from telegrad.worker.closed import AnyEngine
 from telegrad.worker.scope import caller_flags, caller_state, current, not_needed
 from telegrad.worker.serving.deferred_results import DeferredResult, deferred_result
@@ -37,6 +40,9 @@ __all__ = ["RememberedRuns", "run_once"]
 
 Key: TypeAlias = tuple[int, int]
 """Incarnation of the caller, and its number of the run."""
+
+Terms: TypeAlias = tuple[float, tuple[int, ...]]
+"""Window of a run in seconds, and open runs of its caller."""
 
 RequestKey: TypeAlias = tuple[int, int]
 """Connection and call of a request."""
@@ -82,6 +88,16 @@ class _Run:
             self.cancel()
 
 
+class _Caller:
+    """Runs of one caller, by their numbers."""
+
+    __slots__ = ("results", "settled")
+
+    def __init__(self) -> None:
+        self.settled: Settled = Settled()
+        self.results: list[int] = []  # heap of the numbers with a result, and of some that are forgotten
+
+
 class RememberedRuns:
     """Runs of one worker, and their results. Any thread may use it.
 
@@ -106,7 +122,7 @@ class RememberedRuns:
         self._results: dict[Key, _Run] = {}  # of these, the ones with a result, in the order of their end
         self._dropped: dict[Key, None] = {}  # of these, the ones with a dropped result, in the order of dropping
         self._ended: dict[Key, None] = {}  # keys of other runs that have ended, in the order of forgetting
-        self._forgotten: dict[int, int] = {}  # incarnation of a caller -> its largest number that is forgotten
+        self._callers: dict[int, _Caller] = {}  # by their incarnation
         self._running: dict[RequestKey, _Run] = {}  # of these, the ones that have not ended, by their latest request
         self._nbytes = 0
         self._is_timer_set = False
@@ -124,7 +140,13 @@ class RememberedRuns:
         return {run.request: run.function for run in self._runs.copy().values()}
 
     def enter(
-        self, key: Key, function: str, request: RequestKey, window: float, deadline: float = math.inf
+        self,
+        key: Key,
+        function: str,
+        request: RequestKey,
+        window: float,
+        deadline: float = math.inf,
+        open_runs: Sequence[int] = (),
     ) -> tuple[_Run, CallFuture[Any] | None]:
         """Return the run of a key, and its future; None if it begins now.
 
@@ -134,14 +156,17 @@ class RememberedRuns:
             request: The request.
             window: Seconds for which the result is kept.
             deadline: Deadline of the request, at which the result is forgotten.
+            open_runs: Oldest runs that are open at the caller (`telegrad.worker.calls.settled`); none if unknown.
 
         Raises:
             TelegradError: The run has ended, or may have, and its result was dropped.
         """
+        if open_runs:
+            self._settle(key[0], open_runs)
         with self._lock:
             run = self._runs.get(key)
             if run is None:
-                if key in self._ended or key[1] <= self._forgotten.get(key[0], -1):
+                if key in self._ended or self._is_settled(key):
                     raise TelegradError(
                         f"this worker has forgotten the result of {function}, because the last attempt of its call was"
                         " too long ago. The function may have run, and does not run again. Make another call if that"
@@ -169,7 +194,7 @@ class RememberedRuns:
         with self._lock:
             self._running.pop(run.request, None)
             sets_timer, after, dropped = False, 0.0, []
-            if run.canceled:
+            if run.canceled or self._is_settled(key):
                 self._runs.pop(key, None)
             elif self._runs.get(key) is run:
                 now = self._clock()
@@ -177,6 +202,7 @@ class RememberedRuns:
                 run.nbytes = nbytes
                 self._nbytes += nbytes
                 self._results[key] = run
+                heapq.heappush(self._callers.setdefault(key[0], _Caller()).results, key[1])
                 dropped = self._drop_oldest()
                 sets_timer, self._is_timer_set = not self._is_timer_set, True
                 after = run.expires - now
@@ -209,7 +235,7 @@ class RememberedRuns:
             found = {key: run for key, run in self._runs.items() if key[0] == incarnation}
             running = [run for run in found.values() if not run.has_ended]
             dropped = [self._pop(key) for key, run in found.items() if run.has_ended]
-            self._forgotten.pop(incarnation, None)
+            self._callers.pop(incarnation, None)
             for key in [key for key in self._ended if key[0] == incarnation]:
                 del self._ended[key]
         del dropped
@@ -224,7 +250,7 @@ class RememberedRuns:
             self._running.clear()
             self._dropped.clear()
             self._ended.clear()
-            self._forgotten.clear()
+            self._callers.clear()
             self._nbytes = 0
         del dropped
 
@@ -252,19 +278,37 @@ class RememberedRuns:
             run.future = None
             self._dropped[key] = None
             if len(self._dropped) > _MOST_DROPPED:
-                self._end(next(iter(self._dropped)))
+                self._end(next(iter(self._dropped)), is_early=True)
         return dropped
 
-    def _end(self, key: Key) -> _Run:
+    def _end(self, key: Key, is_early: bool = False) -> _Run:
         """Forget all of a run but its key, if its caller may ask again."""
         run = self._pop(key)
-        if run.expires < run.deadline:
+        if is_early or run.expires < run.deadline:
             self._ended[key] = None
         while len(self._ended) > _MOST_ENDED:
             caller, number = next(iter(self._ended))
             del self._ended[caller, number]
-            self._forgotten[caller] = max(number, self._forgotten.get(caller, -1))
+            self._callers.setdefault(caller, _Caller()).settled.add_up_to(number)
         return run
+
+    def _settle(self, incarnation: int, open_runs: Sequence[int]) -> None:
+        """Forget the runs of a caller that are settled."""
+        dropped, kept = [], []  # dropped: freed without the lock, since finalizers of the program may run
+        with self._lock:
+            caller = self._callers.setdefault(incarnation, _Caller())
+            caller.settled.add(open_runs)
+            while caller.results and caller.results[0] < caller.settled.bound:
+                number = heapq.heappop(caller.results)
+                if number not in caller.settled:
+                    kept.append(number)
+                elif (incarnation, number) in self._runs:
+                    dropped.append(self._pop((incarnation, number)))
+            for number in kept:
+                heapq.heappush(caller.results, number)
+
+    def _is_settled(self, key: Key) -> bool:
+        return key[0] in self._callers and key[1] in self._callers[key[0]].settled
 
     def _pop(self, key: Key) -> _Run:
         run = self._runs.pop(key)
@@ -283,13 +327,13 @@ class RememberingWorker(Protocol):
 
 
 def run_once(
-    key: Key, window: float, function: bytes | Callable[..., object], args: Sequence[object], kwargs: dict[str, object]
+    key: Key, terms: Terms, function: bytes | Callable[..., object], args: Sequence[object], kwargs: dict[str, object]
 ) -> Any:
     """Run a function, or return the result of its run by an earlier request.
 
     Args:
         key: The run.
-        window: Seconds for which the result is kept.
+        terms: Seconds for which the result is kept, and the oldest runs that are open at the caller.
         function: The function's name in messages, or the function.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
@@ -303,7 +347,8 @@ def run_once(
     runs, request = worker.remembered_runs, (scope.connection, scope.call)
     callee: Any = callee_of(function)
     deadline = scope.deadline / 1e9 if scope.deadline else math.inf
-    run, result_of_run = runs.enter(key, full_name_of(callee), request, window, deadline)
+    window, open_runs = terms
+    run, result_of_run = runs.enter(key, full_name_of(callee), request, window, deadline, open_runs)
     if result_of_run is not None:
         return _result_of(result_of_run)
     was_asked = False
