@@ -35,6 +35,7 @@ from telegrad.streams.service import Streams
 from telegrad.timeouts import SharedDeadline, nanoseconds
 from telegrad.types import WorkerInfo
 from telegrad.worker import Worker
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.interceptors import PICKLER, internal, switch
 from telegrad.worker.calls.messages import Messages
 from telegrad.worker.default_worker import current_worker, open_worker, set_default_worker
@@ -343,9 +344,10 @@ def _refuse_in_handlers(graceful: bool) -> None:
     if graceful and scope is not None and (scope.request or scope.connection):
         raise TelegradError(
             "shutdown() was called in a handler, or in a callback added by one: it would wait for its own caller."
-            " Call it where the worker was created, or"
-            " leave at once with shutdown(graceful=False)."
+            " Call it where the worker was created, or leave at once with shutdown(graceful=False)."
         )
+    if graceful:
+        check_blocking("shutdown()", "`await asyncio.to_thread(...)` for it")
 
 
 def _close_streams(worker: Worker) -> None:
@@ -365,8 +367,7 @@ def _shut_down(worker: Worker, graceful: bool, timeout: float) -> None:
                 _wait_all_workers(min(timeout, budget.left()))
             except LostWhileGathering:
                 logger.info("worker %s continues its shutdown without the lost workers", worker.info.name)
-            left = budget.left()
-            _delete_all_user_and_unforked_owner_rrefs(*([timedelta(seconds=left)] if left else []))
+            _delete_all_user_and_unforked_owner_rrefs(*([timedelta(seconds=left)] if (left := budget.left()) else []))
             worker.shutdown.run(budget.left(), last=True)
         elif graceful:
             if not leave_dynamic(worker, budget, lambda: _close_streams(worker)):

@@ -17,6 +17,7 @@ from telegrad.rref import RRef
 from telegrad.rref.create import create
 from telegrad.serialize.tracebacks import strip_own_frames
 from telegrad.types import To
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.future import CallFuture, Deferred, cancel_if_interrupted
 from telegrad.worker.calls.retry_policy import Retry
 from telegrad.worker.calls.retrying import start_retrying
@@ -102,6 +103,7 @@ def rpc_sync(
         raise NotInitialized
     try:
         if retry is not None:
+            check_blocking()  # before the call is sent
             future = start_retrying(worker, to, func, args, kwargs, timeout, retry)
             with cancel_if_interrupted(future):
                 return future.wait()

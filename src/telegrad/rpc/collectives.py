@@ -88,10 +88,11 @@ def gather(
     Raises:
         TypeError: the timeout is not a number.
         ValueError: this worker is not one of those that take part, or the timeout is NaN.
-        TelegradError: some workers did not take part in time, or are lost.
+        TelegradError: some workers did not take part in time, or are lost; or the thread runs the coroutines of a
+            worker, and nothing has been done.
     """
     me, leader = worker.info.name, min(names)
-    _check_takes_part(me, names)
+    _check_caller(me, names)
     if timeout == UNSET_RPC_TIMEOUT:
         rpc_timeout, seconds = worker.calls.default_timeout / 1e9, None
     else:
@@ -164,7 +165,6 @@ def _give(
     Raises:
         RpcTimeout: There is no reply within the timeout.
     """
-    check_blocking("a group operation", "`await asyncio.to_thread(...)` for it")
     limit = _WaitLimit(timeout or None)
     call = worker.start_internal(worker.members.resolve(leader).id, gather_to_leader, args, 0)
     replied = threading.Event()
@@ -198,12 +198,18 @@ def _follow(
         gathering.finish(op)
 
 
-def _check_takes_part(me: str, names: set[str]) -> None:
+def _check_caller(me: str, names: set[str]) -> None:
+    """Raise an error if this worker takes no part, or its thread must not wait.
+
+    Before anything is sent: the other workers would count an operation that this worker has not made.
+    """
     if me not in names:
         raise ValueError(
             f"worker {me} called an operation of the workers {', '.join(sorted(names))}, of which it is none:"
             " name it among the workers, or call the operation on these workers only"
         )
+    if names != {me}:
+        check_blocking("a group operation", "`await asyncio.to_thread(...)` for it")
 
 
 def broadcast_to(worker: Worker, value: object, source: str, names: set[str], timeout: float) -> Any:
@@ -220,10 +226,11 @@ def broadcast_to(worker: Worker, value: object, source: str, names: set[str], ti
 
     Raises:
         ValueError: this worker is not one of those that take part.
-        TelegradError: the source did not send the value in time, left, or is lost.
+        TelegradError: the source did not send the value in time, left, or is lost; or the thread runs the coroutines of
+            a worker, and nothing has been done.
     """
     gathering, me = gathering_of(worker), worker.info.name
-    _check_takes_part(me, names)
+    _check_caller(me, names)
     purpose = f"broadcast of {source} to {','.join(sorted(names))}"
     if source == me:
         followers = names - {me}
@@ -312,7 +319,6 @@ def _wait_for(
             if not is_connected:
                 is_connected = True
                 worker.ensure_connected(info.id for info in members.infos() if info.name in needed - {me})
-            check_blocking("a group operation", "`await asyncio.to_thread(...)` for it")
             wait_for(signal, left)
 
 

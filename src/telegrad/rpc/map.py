@@ -1,6 +1,5 @@
 """Calls of a function for each item of an iterable, many items per message."""
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from contextlib import suppress
@@ -158,6 +157,10 @@ def _check_integer(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name} of rpc.map has to be an integer of at least {least}, and is {value!r}")
 
 
+def _check_thread() -> None:
+    check_blocking("next() of rpc.map", "`asyncio.to_thread(list, rpc.map(...))`")
+
+
 class _Chunk:
     """Some consecutive items, and the call that runs them."""
 
@@ -233,6 +236,7 @@ class _Mapping:
     def results(self) -> Generator[Any, None, None]:
         """Yield all results, then raise what ended them early."""
         try:
+            _check_thread()  # before an item is taken
             self._fill()
             while self._pending:
                 chunk = self._next_done()
@@ -334,8 +338,7 @@ class _Mapping:
 
     def _next_done(self) -> _Chunk:
         """Wait for the chunk whose results come next, and remove it."""
-        if asyncio._get_running_loop() is not None:
-            check_blocking("next() of rpc.map", "`asyncio.to_thread(list, rpc.map(...))`")
+        _check_thread()
         while True:
             self._settle()
             for index, chunk in enumerate(self._pending[:1] if self._ordered else self._pending):

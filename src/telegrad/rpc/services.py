@@ -15,6 +15,7 @@ from telegrad.rpc.groups import membership_of, seconds_of, wait_until
 from telegrad.rref import RRef
 from telegrad.timeouts import SharedDeadline
 from telegrad.worker import Worker
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.interceptors import internal
 from telegrad.worker.default_worker import open_worker
 
@@ -139,6 +140,7 @@ def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
         raise
     if number == worker.info.id:
         return _registered(name)
+    check_blocking("get_service", "`await asyncio.to_thread(...)` for it")
     return worker.start_internal(number, _registered, (name,), limit or 0.0).wait()  # type: ignore[no-any-return]
 
 
