@@ -1,6 +1,6 @@
 """Calls of several owners at the same time."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,11 +11,12 @@ from telegrad.optim.owner import require_worker
 from telegrad.rref import RRef
 from telegrad.rref.usable_id import usable_id
 from telegrad.worker import Worker
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.callables import name_of
 from telegrad.worker.calls.operation_timeouts import of_operation
 from telegrad.worker.scope import outside_contexts
 
-__all__ = ["Request", "ask", "failures_of"]
+__all__ = ["Request", "ask", "check_thread", "failures_of"]
 
 
 class Request(NamedTuple):
@@ -38,6 +39,19 @@ class Request(NamedTuple):
         return self.args if self.of is None else (*usable_id(self.of), *self.args)
 
 
+def check_thread(operation: str, owners: Iterable[int]) -> None:
+    """Raise an error in an event loop, if another worker is among the owners.
+
+    Before the first call: an error between two calls would leave the owners in different states.
+
+    Args:
+        operation: what the program has called.
+        owners: ids of the owners.
+    """
+    if set(owners) - {require_worker().info.id}:
+        check_blocking(operation, "`await asyncio.to_thread(...)` for it")
+
+
 def ask(operation: str, requests: Mapping[int, Request]) -> list[Any]:
     """Call a function on each owner at the same time, and return the results.
 
@@ -50,6 +64,7 @@ def ask(operation: str, requests: Mapping[int, Request]) -> list[Any]:
     """
     worker = require_worker()
     here = worker.info.id
+    check_thread(operation, requests)
     futures: list[tuple[int, Waitable]] = []
     # This worker's own call comes last, because it runs on this thread; that also decides its turn at the step lock.
     # Without one, this thread waits for the last of the other owners: this is faster than a future.

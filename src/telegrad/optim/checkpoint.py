@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.state import by_key, check_groups
+from telegrad.worker.blocking import check_blocking
 
 __all__ = ["load_checkpoint"]
 
@@ -59,6 +60,7 @@ def load_checkpoint(
         optim.load_checkpoint(state, checkpoint_id="checkpoint")
         print(state["epoch"])  # 3
     """
+    check_blocking("load_checkpoint", "`await asyncio.to_thread(...)` for it")
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from telegrad.autograd.api import _is_valid_context
 from telegrad.errors import RemoteError, UnknownWorker, WorkerLost
 from telegrad.optim import owner as on_owner
-from telegrad.optim.ask import Request, ask, failures_of
+from telegrad.optim.ask import Request, ask, check_thread, failures_of
 from telegrad.optim.groups import Part, keep_tensors, part_of, read_group, read_groups, tensors_of
 from telegrad.optim.local import LocalOptimizer
 from telegrad.optim.owner import RemoteGroup, require_worker, step_of
@@ -126,6 +126,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return Request(on_owner.make_local_optimizer, (kind, theirs, grouped, args, kwargs))
 
         requests = {one: request(one) for one in owners}
+        check_thread(operation, owners)  # nothing is to be undone
         try:
             replies = ask(operation, requests)
         except BaseException as error:
@@ -201,6 +202,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             _is_valid_context(context_id)
         loss = None
         if closure is not None:
+            check_thread("DistributedOptimizer.step", self._parts)
             with torch.enable_grad():
                 loss = closure()
         if context_id is None:
