@@ -149,6 +149,7 @@ class RemoteModule(NoOwnParameters):
         Raises:
             errors of the module or of its constructor.
         """
+        check_blocking("calling a remote module", "`await module.forward_async(...)`")  # before it runs
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: object, **kwargs: object) -> CallFuture[Any]:

@@ -30,6 +30,7 @@ from telegrad.protocols.rref import RRefId
 from telegrad.rref import RRef
 from telegrad.rref.usable_id import usable_id
 from telegrad.timeouts import nanoseconds
+from telegrad.worker.blocking import check_blocking
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.operation_timeouts import naming_timeouts
 from telegrad.worker.scope import caller_state, outside_contexts, without_autocast
@@ -38,6 +39,11 @@ __all__ = ["Pipeline", "StageSpec"]
 
 _DEFAULT_TIMEOUT = -1.0
 _DROP_TIMEOUT = 5.0  # s for passes of a failed step that still run: `zero_grad` waits for longer ones
+
+
+def _check_thread(operation: str) -> None:
+    """Raise an error in an event loop, before a stage has work of the operation."""
+    check_blocking(operation, "`await asyncio.to_thread(...)` for it")
 
 
 class Pipeline(StageModules):
@@ -112,6 +118,7 @@ class Pipeline(StageModules):
         schedule: Literal["gpipe", "1f1b", "eager-1f1b"] = "1f1b",
         reduction: Literal["mean", "sum"] = "mean",
     ) -> None:
+        _check_thread("Pipeline()")
         check_options(stages, micro_batches, schedule)
         check_reduction(reduction, loss_fn)
         modules = [remote_module(number, spec) for number, spec in enumerate(stages)]
@@ -267,6 +274,7 @@ class Pipeline(StageModules):
         scale: Tensor | None = None,
     ) -> tuple[Tensor | None, Any, Sequence[Tensor | None]]:
         """Run all passes; return the loss, the outputs and the gradients of the inputs."""
+        _check_thread(requests.operation_of(training))
         begin = time.monotonic()
         batch = batch_size((*inputs, *(target_values(target) if training else ())))
         count = self._micro_batches if training else min(self._micro_batches, batch)
@@ -364,6 +372,7 @@ class Pipeline(StageModules):
         Raises:
             RuntimeError: a worker is lost, or a step is running in another thread.
         """
+        _check_thread("Pipeline.zero_grad")
         with naming_timeouts(requests.__all__, "Pipeline.zero_grad"), self._exclusive(), outside_contexts():
             rpc.wait_all(
                 [
