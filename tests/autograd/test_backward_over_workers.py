@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd, rpc
-from telegrad.testing import Cluster, eventually, run_all
+from telegrad.testing import Cluster, Gate, eventually, run_all
 
 
 def leaf(*shape: int) -> Tensor:
@@ -141,7 +141,7 @@ def test_two_threads_in_one_context(four: Cluster) -> None:
 async def trained(x: Tensor) -> Tensor:
     with autograd.context() as context_id:
         loss = (await rpc.rpc_async("w1", through, (x,))).sum()
-        autograd.backward(context_id, [loss])
+        await asyncio.to_thread(autograd.backward, context_id, [loss])
         return autograd.get_gradients(context_id)[x]
 
 
@@ -149,6 +149,72 @@ def test_in_coroutines(four: Cluster) -> None:
     x = leaf(2, 3)
     for gradient in (asyncio.run(trained(x)), rpc.rpc_sync("w2", trained, (x,))):
         assert torch.allclose(gradient, WEIGHT.sum(1).expand(2, 3))
+
+
+class Gated(torch.autograd.Function):
+    """Identity with a backward function that waits for a gate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Gate) -> Tensor:
+        ctx.gate = gate
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.gate.enter()
+        return gradients[0], None
+
+
+def gated(x: Tensor, gate: Gate) -> Tensor:
+    return Gated.apply(x, gate).sum()  # type: ignore[no-any-return, no-untyped-call]
+
+
+async def begin(way: str, gate: Gate) -> Tensor:
+    """Run a pass over w1 in one of three ways, and return the gradient."""
+    x = leaf(3)
+    if way == "context":
+        with autograd.context() as context_id:
+            loss = await rpc.rpc_async("w1", gated, (x, gate))
+            with pytest.raises(RuntimeError, match="a backward pass would block the event loop of worker 'w2'"):
+                autograd.backward(context_id, [loss])
+            await asyncio.to_thread(autograd.backward, context_id, [loss])
+            return autograd.get_gradients(context_id)[x]
+    with autograd.plain():
+        loss = await rpc.rpc_async("w1", gated, (x, gate))
+    if way == "grad":
+        with pytest.raises(RuntimeError, match="a backward pass would block the event loop of worker 'w2'"):
+            torch.autograd.grad(loss, [x])
+        return (await asyncio.to_thread(torch.autograd.grad, loss, [x]))[0]
+    with pytest.raises(RuntimeError, match="a backward pass would block the event loop of worker 'w2'"):
+        loss.backward()
+    await asyncio.to_thread(loss.backward)
+    assert x.grad is not None
+    return x.grad
+
+
+async def open_gate(gate: Gate) -> None:
+    gate.open()
+
+
+@pytest.mark.parametrize("way", ["context", "backward", "grad"])
+def test_an_event_loop_refuses_a_pass_and_serves_while_a_thread_runs_it(four: Cluster, way: str) -> None:
+    gate = Gate()
+    gradient = rpc.rpc_async("w2", begin, (way, gate))
+    gate.wait_for()
+    rpc.rpc_sync("w2", open_gate, (gate,))
+    assert torch.equal(gradient.wait(), torch.ones(3, dtype=torch.float64))
+
+
+async def begin_locally(x: Tensor) -> Tensor:
+    with autograd.context() as context_id:
+        await rpc.rpc_async("w1", through, (x,))
+        autograd.backward(context_id, [(x * 2).sum()])
+        return autograd.get_gradients(context_id)[x]
+
+
+def test_an_event_loop_runs_a_pass_without_received_tensors(four: Cluster) -> None:
+    x = leaf(2, 3)
+    assert torch.equal(rpc.rpc_sync("w2", begin_locally, (x,)), torch.full_like(x, 2))
 
 
 # ---- roots

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cancellation_helpers import Log
 
-from telegrad import rpc
+from telegrad import autograd, rpc
 from telegrad.errors import Cancelled, RpcTimeout
 from telegrad.testing import Cluster, Gate, Local, cluster, eventually
 from telegrad.worker import current
@@ -273,6 +273,14 @@ async def blocks(way: str) -> int:
         rpc.get_service("no such service", timeout=5)
     if way == "wait_for_worker":
         rpc.wait_for_worker("w9", timeout=5)
+    if way == "backward":
+        with autograd.context() as context_id:
+            loss = await rpc.rpc_async("w0", torch.sum, (torch.ones(2, requires_grad=True),))
+            autograd.backward(context_id, [loss])
+    if way == "backward in plain mode":
+        with autograd.plain():
+            loss = await rpc.rpc_async("w0", torch.sum, (torch.ones(2, requires_grad=True),))
+        loss.backward()
     gate = Gate()
     futures = [rpc.rpc_async("w0", passes, (gate, i)) for i in range(2)]
     gate.wait_for(2)
@@ -297,6 +305,8 @@ WAYS = {
     "wait_all": "await asyncio.gather",
     "get_service": "await asyncio.to_thread",
     "wait_for_worker": "await asyncio.to_thread",
+    "backward": "await asyncio.to_thread",
+    "backward in plain mode": "await asyncio.to_thread",
 }
 
 

@@ -155,8 +155,9 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
         retain_graph: Keep the saved tensors of operations, for another pass over them.
 
     Raises:
-        RuntimeError: There is no such context, a root is invalid, a worker was lost, or the pass timed out; or the
-            error of a backward function or a hook on any worker, see `telegrad.errors.RemoteError`.
+        RuntimeError: There is no such context, a root is invalid, a worker was lost, or the pass timed out; or a
+            coroutine has called this, and the pass would block the event loop of the worker; or the error of a backward
+            function or a hook on any worker, see `telegrad.errors.RemoteError`.
         TypeError: `roots` is not a sequence of tensors.
 
     Example::

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from telegrad.autograd.context import ActivePass, Context, Entry, Profile, WireMessage
 from telegrad.autograd.contexts import Contexts
-from telegrad.autograd.execution.wanted import Wanted
+from telegrad.autograd.execution.wanted import Wanted, entry_of
+from telegrad.autograd.graph.local_graph import ends_of
 from telegrad.autograd.passes.comm_hooks import CommHooks, decompress
 from telegrad.autograd.passes.task import PassTask, PendingRequest
 from telegrad.autograd.plain.records import PlainContext
@@ -33,6 +34,7 @@ from telegrad.wire.ints import (
     TAG_GRADIENTS,
 )
 from telegrad.worker import Worker
+from telegrad.worker.blocking import check_blocking, this_thread
 from telegrad.worker.calls.client import Completion
 from telegrad.worker.native import NOT_ENCODABLE, OtherReply
 from telegrad.worker.scope import current, remaining
@@ -85,6 +87,8 @@ class BackwardManager:
         wanted: Wanted | None = None,
     ) -> None:
         """Run a pass to its end; see `autograd.backward` and `BackwardPass.start`."""
+        if hasattr(this_thread, "worker") and ends_of([entry_of(root) for root in roots]):  # not a local pass
+            check_blocking("a backward pass", "`await asyncio.to_thread(...)` for it")
         worker = self.worker
         timeout = worker.calls.default_timeout
         scope = current.get()
