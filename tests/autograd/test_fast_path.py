@@ -1,8 +1,10 @@
 """The fast path of a pass sends the schedule's messages, and falls back to it."""
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +14,22 @@ from simulated_group import Group
 from test_fuzz import Oops
 from torch import Tensor
 
+import telegrad
+from telegrad import autograd, rpc
 from telegrad.autograd import ddp
 from telegrad.autograd.graph.local_graph import LocalGraph
 from telegrad.autograd.passes.backward_pass import BackwardPass
 from telegrad.errors import RemoteError, WorkerLost
+from telegrad.testing import cluster
+from telegrad.worker.scope import outside_contexts
 
 SEEDS = 500
 MOST_FUNCTIONS = 51  # on both workers
+
+# Of a forward and a backward pass over one remote call, as measured: a function more on either side is a decision.
+MOST_AT_CALLER = 70  # 11 to enter and 6 to leave the context, 10 of the call, 43 of the backward pass
+MOST_AT_CALLEE = 54  # 16 of the call, 35 of the backward pass, and 3 of the calls that begin and end the count
+COUNTED_PASSES = 20
 
 
 def leaf(*shape: int) -> Tensor:
@@ -112,6 +123,66 @@ def test_number_of_python_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         sys.setprofile(None)
     assert len(entered) <= MOST_FUNCTIONS, entered
+
+
+WEIGHT = torch.ones(2, requires_grad=True)
+entered_at_callee: list[str] = []  # since `begin_count`
+counted_at_callee: list[str] = []
+
+
+def weighted(x: Tensor) -> Tensor:
+    return x * WEIGHT
+
+
+def begin_count() -> None:
+    entered_at_callee.clear()
+
+
+def end_count() -> None:
+    counted_at_callee[:] = entered_at_callee
+
+
+def test_number_of_python_functions_over_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count those of the forward and the backward pass on the threads of both workers."""
+    monkeypatch.setattr(ddp, "_used_ddp", [])  # an earlier test in this process may have created a replica
+    package, caller = str(Path(telegrad.__file__).parent), threading.get_ident()
+    entered_at_caller: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered = entered_at_caller if threading.get_ident() == caller else entered_at_callee
+            entered.append(frame.f_code.co_qualname)
+
+    def count() -> tuple[list[str], list[str]]:
+        """Return the functions of a pass, at the caller and at the callee.
+
+        One thread of the callee serves one request after the other.
+        """
+        x = torch.ones(2, requires_grad=True)
+        rpc.rpc_sync("w1", begin_count)
+        entered_at_caller.clear()
+        sys.setprofile(note)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [rpc.rpc_sync("w1", weighted, (x,)).sum()])
+            sys.setprofile(None)
+            with outside_contexts():
+                rpc.rpc_sync("w1", end_count)  # the end of the context is not counted
+            sys.setprofile(note)
+        sys.setprofile(None)
+        return list(entered_at_caller), list(counted_at_callee)
+
+    threading.setprofile(note)
+    try:
+        with cluster(2, rpc.Options(num_worker_threads=1)):
+            count()  # one-time work is done
+            passes = [count() for _ in range(COUNTED_PASSES)]
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+        sys.setprofile(None)
+    # The fewest: timers and the garbage collector add functions to some passes.
+    at_caller, at_callee = (min(lists, key=len) for lists in zip(*passes, strict=True))
+    assert len(at_caller) <= MOST_AT_CALLER, at_caller
+    assert len(at_callee) <= MOST_AT_CALLEE, at_callee
 
 
 def chain(y: Tensor, nodes: int) -> Tensor:
