@@ -232,6 +232,8 @@ class Cancelled(TelegradError, concurrent.futures.CancelledError):
 class WorkerLost(TelegradError):
     """The callee was lost; it may or may not have run the call.
 
+    `telegrad.rpc.barrier`, ``all_gather`` and ``broadcast`` raise it if a worker that takes part is lost or has left.
+
     Args:
         name: The callee's name.
         why: Reason, for example ``"connection closed by peer (process 4711 died)"``.

@@ -6,7 +6,7 @@ from typing import Any
 
 from telegrad.errors import is_drop_in
 
-__all__ = ["FOREVER", "SharedDeadline", "nanoseconds"]
+__all__ = ["FOREVER", "SharedDeadline", "WaitLimit", "nanoseconds"]
 
 FOREVER = 1e9  # s; longer timeouts, and infinity, mean no timeout
 _MIN_STEP = 1.0  # s that every step may take
@@ -39,6 +39,18 @@ def _number(seconds: Any) -> float:
         raise TypeError(
             f"timeout has to be a number of seconds (0 for no limit, -1 for the default), not {seconds!r}"
         ) from None
+
+
+class WaitLimit:
+    """Limit of a wait in seconds; None for no limit."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds: float = seconds or 0.0
+        self._until = math.inf if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float | None:
+        """Return the seconds that are left, None for no limit."""
+        return None if self._until == math.inf else max(self._until - time.monotonic(), 0.0)
 
 
 class SharedDeadline:

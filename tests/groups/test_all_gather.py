@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from telegrad import rpc
-from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
+from telegrad.errors import TelegradError, WorkerLost
 from telegrad.protocols.membership import incarnation_of
-from telegrad.rpc import Worker, collectives
+from telegrad.rpc import Worker, gathering_failures
 from telegrad.rpc.api import _all_gather
-from telegrad.rpc.collectives import LeftWhileGathering, LostWhileGathering, gathering_of
 from telegrad.rpc.gathering import Gathering
-from telegrad.testing import Cluster, Gate, cluster, eventually, faults, run_all
+from telegrad.rpc.gathering_failures import LeftWhileGathering, LostWhileGathering, find_loss
+from telegrad.rpc.gathering_handlers import gathering_of
+from telegrad.testing import Cluster, cluster, eventually, faults, run_all
 
 TIMEOUT = 20.0  # s
-SOON = 0.2  # s; of waits that are meant to end
 WHOLE = {"w0": 0, "w1": 1, "w2": 2}
 
 
@@ -33,6 +33,12 @@ def gather(group: Cluster, rank: int, names: set[str]) -> Any:
 
 def waits(group: Cluster, rank: int) -> bool:
     return bool(group[rank]._worker.members.listeners)
+
+
+def kept(group: Cluster) -> list[object]:
+    """Return what the workers keep of operations."""
+    all_of = [gathering_of(worker._worker) for worker in group]
+    return [each for gathering in all_of for each in (*gathering.operations, *gathering.open_offers)]
 
 
 def leave(group: Cluster, rank: int) -> None:
@@ -81,14 +87,20 @@ def test_the_end_of_an_involved_worker_fails_all(four: Cluster) -> None:
     assert isinstance(second, LeftWhileGathering)
     assert "w3" in str(first)
     assert str(first) == str(second)
+    assert (first.name, first.why, first.incarnation) == (second.name, second.why, second.incarnation)
+    assert first.name == "w3"
+    assert first.left
+    assert first.incarnation
 
 
 def test_a_later_participant_fails_too(four: Cluster) -> None:
     names = {"w0", "w1", "w3"}
     leave(four, 3)
     assert isinstance(gather(four, 0, names), LeftWhileGathering)
-    eventually(lambda: gathering_of(four[1]._worker).states)
-    assert isinstance(gather(four, 1, names), LeftWhileGathering)
+    found = gather(four, 1, names)
+    assert isinstance(found, LeftWhileGathering)
+    assert (found.name, found.left) == ("w3", True)
+    assert kept(four) == []
 
 
 def test_a_worker_that_rejoins_is_waited_for() -> None:
@@ -129,7 +141,7 @@ def test_a_broken_connection_to_a_live_member_is_no_loss(dynamic: bool) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_member_that_cannot_be_reached_again_is_lost(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The group's log has not lost it yet."""
-    monkeypatch.setattr(collectives, "_is_member", lambda worker, peer: True)
+    monkeypatch.setattr(gathering_failures, "_is_member", lambda worker, peer: True)
     with cluster(2, rpc.Options(faults=CUT), graceful=False, check=False) as group:
         break_connection(group)
         group[1 - rank]._worker.close()
@@ -162,7 +174,7 @@ def run_operations(group: Cluster) -> None:
         for source in range(len(group)):
             sent = group.on_each(lambda rank: rpc.broadcast((turn, rank), source, names, TIMEOUT))  # noqa: B023
             assert sent == [(turn, source)] * len(group)
-    assert [gathering_of(worker._worker).states for worker in group] == [{}] * len(group)
+    assert kept(group) == []
 
 
 def make_late(worker: Worker) -> None:
@@ -190,86 +202,56 @@ def test_operations_while_a_worker_does_not_know_a_new_process(late: int) -> Non
         run_operations(group)
 
 
-def test_the_leader_begins_again_with_a_new_process() -> None:
-    """Also for a worker that waits already."""
+def test_the_leader_takes_the_value_of_a_new_process() -> None:
+    """Also if the leader and another worker, which wait already, do not know it."""
     with cluster(3, dynamic=True) as group:
         run_operations(group)
         for worker in group.workers[:2]:
             make_late(worker)
         replace(group, 2)
-        states = gathering_of(group[0]._worker).states
+        leader = gathering_of(group[0]._worker)
 
         def last() -> Any:
-            eventually(lambda: any(len(state.gathered_objects) == 2 for state in states.values()))
+            eventually(lambda: leader.operations and leader.open_offers)
             return gather(group, 2, set(WHOLE))
 
         first = (partial(gather, group, i, set(WHOLE)) for i in range(2))
         assert run_concurrently(*first, last) == [WHOLE] * 3
-        assert states == {}
+        assert kept(group) == []
 
 
-def test_late_messages_for_a_previous_process() -> None:
-    old, new = Gathering("w1", lambda names: (1,) * len(names)), Gathering("w1", lambda names: (2,) * len(names))
-    sequence_id = str(old.next_id(("w0", "w1"), "test"))
-    new.fail(sequence_id, TelegradError("too late"))
-    new.begin_again(sequence_id, (1, 1))
-    assert new.proceed(sequence_id, {"w0": 0, "w1": 1}) == "2,2"
-    assert new.collect(sequence_id, "w0", 0, {"w0", "w1"}) == "2,2"
-    assert new.states == {}
+def test_a_worker_that_has_not_confirmed_offers_its_value_to_the_new_leader() -> None:
+    with cluster(2, dynamic=True) as group:
+        leader, follower = (gathering_of(worker._worker) for worker in group)
+        ordinals = {name: follower._known((name,))[0] for name in ("w0", "w1")}
+        follower._known = lambda names: tuple(ordinals[name] for name in names)
 
+        def lead() -> Any:
+            eventually(lambda: leader.open_offers)
+            (first,) = leader.open_offers
+            ordinals["w0"] += 1  # read in the log before the loss of the previous process was noticed
+            follower.operations[0].proceed_signal.set()
+            eventually(lambda: leader.open_offers and first not in leader.open_offers)
+            return gather(group, 0, {"w0", "w1"})
 
-def test_results_for_the_previous_processes_come_first() -> None:
-    ordinals = {"w0": 1, "w1": 1, "w2": 1}
-    follower = Gathering("w1", lambda names: tuple(ordinals[name] for name in names))
-    leader = Gathering("w0", lambda names: tuple(ordinals[name] for name in names))
-    before = leader.next_id(ordinals, "test")
-    follower.fail(str(before), TelegradError("w2 was lost"))
-    ordinals["w2"] = 2
-    for expected in (before, leader.next_id(ordinals, "test")):
-        op, _, _ = follower.begin(ordinals, "test")
-        assert op == expected
-        follower.finish(op)
+        assert run_concurrently(partial(gather, group, 1, {"w0", "w1"}), lead) == [{"w0": 0, "w1": 1}] * 2
 
 
 def test_the_loss_of_a_previous_process_ends_no_operation() -> None:
     """This worker has not read in the log that the worker came back."""
-    op, _, _ = Gathering("w0", lambda names: (1, 2)).begin(("w0", "w1"), "test")
     ended: dict[str, int] = {"w1": incarnation_of(1, 0)}
-    members = SimpleNamespace(lost_processes=lambda: ended, departed_names=lambda: ended.keys())
+    members = SimpleNamespace(
+        lost_processes=lambda: ended, departed_names=lambda: ended.keys(), lost={1: "it left"}, name_of=lambda _: "w1"
+    )
     worker: Any = SimpleNamespace(members=members)
-    collectives._check_losses(worker, op, {"w0", "w1"}, set(), {})
+    assert find_loss(worker, {"w0": 1, "w1": 2}, {"w0", "w1"}, {}) is None
     ended["w1"] = incarnation_of(2, 0)
-    with pytest.raises(LeftWhileGathering, match="w1 left"):
-        collectives._check_losses(worker, op, {"w0", "w1"}, set(), {})
+    found = find_loss(worker, {"w0": 1, "w1": 2}, {"w0", "w1"}, {})
+    assert isinstance(found, LeftWhileGathering)
+    assert (found.name, found.why, found.incarnation) == ("w1", "it left", ended["w1"])
 
 
-# ---- values of operations that have failed
-
-
-def test_late_values_of_a_failed_operation_are_not_kept() -> None:
-    with cluster(2) as group:
-        leader, follower = (gathering_of(worker._worker) for worker in group)
-        for rank, missing in ((0, "w1"), (1, "w0")):
-            with group[rank], pytest.raises(TimeoutError, match=rf"\['{missing}'\] timed out"):
-                rpc.all_gather(1, timeout=SOON) if rank == 0 else rpc.broadcast(None, "w0", timeout=SOON)
-        assert (leader.states, follower.states) == ({}, {})
-        with group[1], pytest.raises(TelegradError, match="w0 has ended this operation without w1"):
-            rpc.all_gather(1, timeout=TIMEOUT)
-        with group[0]:
-            rpc.broadcast(1, "w0", timeout=TIMEOUT)
-        assert (leader.states, follower.states) == ({}, {})
-        assert group.on_each(lambda rank: rpc.all_gather(rank)) == [{"w0": 0, "w1": 1}] * 2
-        assert group.on_each(lambda rank: rpc.broadcast(rank, "w0")) == [0] * 2
-
-
-def test_values_of_an_operation_with_a_lost_worker_are_not_kept(four: Cluster) -> None:
-    leave(four, 3)
-    names = {"w0", "w1", "w3"}
-    assert isinstance(gather(four, 0, names), LeftWhileGathering)
-    assert gathering_of(four[0]._worker).states == {}
-    eventually(lambda: gathering_of(four[1]._worker).states)  # what the leader has sent
-    assert isinstance(gather(four, 1, names), LeftWhileGathering)
-    assert gathering_of(four[1]._worker).states == {}
+# ---- values that cannot be loaded
 
 
 def refuse_to_load() -> None:
@@ -281,11 +263,19 @@ class Unloadable:
         return refuse_to_load, ()
 
 
-def test_a_value_that_followers_cannot_take_is_no_timeout() -> None:
-    with cluster(2) as group, group[0]:
-        text = r"Followers \['w1'\] timed out in _all_gather, or failed\. The first exception is .*not here"
-        with pytest.raises(TelegradError, match=text):
+def test_a_value_that_followers_cannot_take_ends_the_operation_of_all() -> None:
+    def broadcast(rank: int) -> str:
+        with pytest.raises(TelegradError) as caught:
             rpc.broadcast(Unloadable(), "w0", timeout=TIMEOUT)
+        assert not isinstance(caught.value, TimeoutError)
+        return str(caught.value)
+
+    with cluster(2) as group:
+        texts = group.on_each(broadcast)
+        assert texts[0] == texts[1]
+        start = "Followers ['w1'] timed out in _all_gather, or failed. The first exception is "
+        assert texts[0].startswith(start)
+        assert "not here" in texts[0]
 
 
 # ---- workers outside of the set
@@ -320,18 +310,14 @@ def test_a_worker_outside_of_the_set_spoils_nothing(operation: str) -> None:
 
 
 def test_the_leader_refuses_workers_outside_of_the_set() -> None:
-    leader = Gathering("w1", lambda names: (1,) * len(names))
-    op, state, _ = leader.begin(PAIR, "test")
+    leader, other = (Gathering(name, lambda names: (1,) * len(names)) for name in ("w1", "w0"))
+    op, sequence_id = leader.begin(PAIR, "test"), str(other.begin(PAIR, "test").id)
     for names in ({"w1", "w2"}, {"w0", "w1", "w2"}):  # the request says either
         with pytest.raises(TelegradError, match="w0 is not expected by leader w1: the operation is of w1, w2"):
-            leader.collect(str(op), "w0", "outside", names)
-    assert state.gathered_objects == {}
-    for name in PAIR:
-        assert leader.collect(str(op), name, name, set(PAIR)) is None
-    assert state.proceed_signal.is_set()
+            leader.collect(sequence_id, "w0", "outside", names)
     with pytest.raises(TelegradError, match="w0 is not expected"):
         leader.collect("no id", "w0", "outside", {"w1"})
-    assert list(leader.states) == [str(op)]
+    assert leader.offers(op) == {}
 
 
 def test_sets_of_workers_are_checked() -> None:
@@ -345,17 +331,3 @@ def test_sets_of_workers_are_checked() -> None:
             with pytest.raises(ValueError, match="workers is empty"):
                 operation([])
             operation(name for name in ["w0", "w0"])
-
-
-def test_a_value_that_arrives_late_reaches_the_leader() -> None:
-    """The follower no longer waits, but the leader does."""
-    with cluster(2, rpc.Options(num_worker_threads=1, rpc_timeout=0.2)) as group:
-        gate = Gate()
-        busy = group[1].rpc_async("w0", gate.enter, timeout=0)
-        gate.wait_for()
-        with group[1], pytest.raises(RpcTimeout, match="a group operation on w0"):
-            _all_gather("late")
-        gate.open()
-        busy.wait()
-        with group[0]:
-            assert _all_gather("leader") == {"w0": "leader", "w1": "late"}

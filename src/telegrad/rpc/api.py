@@ -22,8 +22,10 @@ from telegrad.rpc.calls import (
     rpc_async,
     rpc_sync,
 )
-from telegrad.rpc.collectives import AllGatherStates, LeftAfterGathering, LostWhileGathering, gather, gathering_of
+from telegrad.rpc.collectives import AllGatherStates, gather
 from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from telegrad.rpc.gathering_failures import LeftAfterGathering, LostWhileGathering
+from telegrad.rpc.gathering_handlers import receive_offer, receive_values
 from telegrad.rpc.internal import (
     TORCH_PICKLER,
     PythonUDF,  # noqa: F401  # as in torch's module
@@ -202,13 +204,11 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 
 
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: object, worker_names: set[str] | None = None) -> Any:
-    worker = _worker()
-    names = worker_names or {info.name for info in worker.members.infos()}
-    return gathering_of(worker).collect(sequence_id, worker_name, obj, set(names))
+    return receive_offer(_worker(), sequence_id, worker_name, obj, worker_names)
 
 
-def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, object]) -> Any:
-    return gathering_of(_worker()).proceed(sequence_id, objects_map)
+def _broadcast_to_followers(sequence_ids: dict[str, str], objects_map: dict[str, object]) -> Any:
+    return receive_values(_worker(), sequence_ids, objects_map)
 
 
 internal.update((_gather_to_leader, _broadcast_to_followers))

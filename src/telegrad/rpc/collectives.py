@@ -1,68 +1,42 @@
-"""Operations of all workers of a group together: gather, barrier, shutdown.
+"""Operations of several workers together: gather, barrier, broadcast.
 
-As in torch, the worker with the smallest name is the leader: it collects a value from each worker and sends all values
-to each.
+As in torch, the worker with the smallest name is the leader of a gathering: it collects a value from each worker and
+sends all values to each. The source is the leader of a broadcast. `telegrad.rpc.gathering` has the rules.
 """
 
-import math
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
-from telegrad.protocols.membership import ordinal_of
 from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
-from telegrad.rpc.gathering import AllGatherStates, Gathering, OperationId, ordinals_of, text_of
-from telegrad.timeouts import nanoseconds
+from telegrad.rpc.gathering import AllGatherStates, Offer, Operation, OperationId
+from telegrad.rpc.gathering_failures import (
+    GatheringTimeout,
+    GroupMemberLost,
+    LostWhileGathering,
+    broken_connections,
+    failure_in,
+    failure_of_calls,
+    find_loss,
+    notice_of,
+)
+from telegrad.rpc.gathering_handlers import gathering_of, is_waiting, receive_failure, withdraw
+from telegrad.timeouts import WaitLimit, nanoseconds
 from telegrad.waits import wait_for
 from telegrad.wire.ints import FLAG_INTERNAL
 from telegrad.worker import Worker
 from telegrad.worker.blocking import check_blocking
-from telegrad.worker.calls.interceptors import internal
 from telegrad.worker.calls.multicast import call_many
-from telegrad.worker.scope import current
 
-__all__ = ["AllGatherStates", "Gathering", "LeftAfterGathering", "LostWhileGathering", "gather", "gathering_of"]
+__all__ = ["AllGatherStates", "broadcast_to", "gather"]
 
-_AGAIN = "again"  # instead of a failure: the leader begins again
+T = TypeVar("T")
 
-
-class _Ended(TelegradError):
-    """Required worker that will not take part."""
-
-
-class LostWhileGathering(_Ended):
-    """Required worker that died."""
-
-
-class LeftWhileGathering(_Ended):
-    """Required worker that left, for example after its own timeout."""
-
-
-class GatheringTimeout(TelegradError, TimeoutError):
-    """Values of some workers did not arrive in time."""
-
-
-class LeftAfterGathering(TelegradError):
-    """Loss of workers after all took part, but before all confirmed the result."""
-
-
-def gathering_of(worker: Worker) -> Gathering:
-    """Return the operations of a worker."""
-
-    def known(names: tuple[str, ...]) -> tuple[int, ...]:
-        latest = worker.membership.log.view.latest if worker.membership is not None else {}
-        own = {worker.info.name: worker.incarnation}
-        return tuple(ordinal_of(own.get(name) or latest.get(name, 0)) for name in names)
-
-    found: Gathering | None = worker.attachments.get("gathering")
-    if found is None:
-        found = worker.attachments.setdefault("gathering", Gathering(worker.info.name, known))
-    return found
+_SHORTEST = 1e-3  # s; timeout of a question for which no time is left, because 0 is none
 
 
 def gather(
@@ -93,115 +67,47 @@ def gather(
     """
     me, leader = worker.info.name, min(names)
     _check_caller(me, names)
-    if timeout == UNSET_RPC_TIMEOUT:
-        rpc_timeout, seconds = worker.calls.default_timeout / 1e9, None
-    else:
-        seconds = nanoseconds(timeout) / 1e9 or None
-        rpc_timeout = seconds or 0.0
-    limit, values = _WaitLimit(seconds), None
-    while True:
-        if leader == me:
-            values = _lead(worker, purpose, value, names, limit, rpc_timeout, broadcast)
-        else:
-            values = _follow(worker, purpose, value, names, limit, rpc_timeout, gather_to_leader)
-        if values is not None:
-            return values
+    is_unset = timeout == UNSET_RPC_TIMEOUT
+    seconds = None if is_unset else nanoseconds(timeout) / 1e9 or None
+    rpc_timeout = worker.calls.default_timeout / 1e9 if is_unset else seconds or 0.0
+    limit = WaitLimit(seconds)
+    return _run(_Call(worker, names, leader, limit, rpc_timeout, is_unset, gather_to_leader, broadcast), purpose, value)
 
 
-class _WaitLimit:
-    """Limit of a wait in seconds; None for no limit."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds: float = seconds or 0.0
-        self._until = math.inf if seconds is None else time.monotonic() + seconds
-
-    def left(self) -> float | None:
-        """Return the seconds that are left, None for no limit."""
-        return None if self._until == math.inf else max(self._until - time.monotonic(), 0.0)
-
-
-def _lead(
+def broadcast_to(
     worker: Worker,
-    purpose: str,
     value: object,
+    source: str,
     names: set[str],
-    limit: _WaitLimit,
-    timeout: float,
-    broadcast: Callable[..., object],
-) -> dict[str, Any] | None:
-    """Collect the values and send them to the followers.
-
-    Returns:
-        The values; None to begin again, because a process was replaced.
-    """
-    gathering, me = gathering_of(worker), worker.info.name
-    op, state, outdated = gathering.begin(names, purpose)
-    try:
-        newest = text_of(gathering.newest(op.key))
-        for text, waiting in outdated:
-            _notify_followers(worker, text, waiting - {me}, _AGAIN, newest, timeout)
-        gathering.collect(str(op), me, value, names)
-        try:
-            if not _wait_for(worker, op, state, names, me, limit):
-                state.is_running = False  # the next `begin` gives the workers that wait for it
-                return None
-        except _Ended as e:
-            _notify_followers(worker, str(op), names - {me}, type(e).__name__, str(e), timeout)
-            raise
-        _send_to_followers(worker, names - {me}, (str(op), state.gathered_objects), broadcast, timeout)
-        return state.gathered_objects
-    finally:
-        if state.is_running:
-            gathering.finish(op)
-
-
-def _give(
-    worker: Worker, leader: str, gather_to_leader: Callable[..., object], args: Sequence[object], timeout: float
-) -> Any:
-    """Send the value to the leader, and return its reply.
-
-    The request has no deadline, which the leader would drop when it is late: the leader waits for the value.
-
-    Raises:
-        RpcTimeout: There is no reply within the timeout.
-    """
-    limit = _WaitLimit(timeout or None)
-    call = worker.start_internal(worker.members.resolve(leader).id, gather_to_leader, args, 0)
-    replied = threading.Event()
-    call._on_done(lambda _: replied.set())
-    if not wait_for(replied, limit.left()):
-        call._mark_read()
-        raise RpcTimeout(timeout, f"a group operation on {leader}")
-    return call.wait()
-
-
-def _follow(
-    worker: Worker,
-    purpose: str,
-    value: object,
-    names: set[str],
-    limit: _WaitLimit,
     timeout: float,
     gather_to_leader: Callable[..., object],
-) -> dict[str, Any] | None:
-    """Send the value to the leader and wait for all values. Return as `_lead` does."""
-    gathering, me, leader = gathering_of(worker), worker.info.name, min(names)
-    op, state, _ = gathering.begin(names, purpose)
-    try:
-        if state.failure is None:
-            newest = _give(worker, leader, gather_to_leader, (str(op), me, value, names), timeout)
-            if newest is not None and state.failure is None:
-                gathering.receive_ordinals(op.key, ordinals_of(newest))
-                return None
-        return state.gathered_objects if _wait_for(worker, op, state, names, leader, limit) else None
-    finally:
-        gathering.finish(op)
+    broadcast: Callable[..., object],
+) -> Any:
+    """Return the value of one worker on all of them, once all take part.
+
+    Args:
+        worker: this worker.
+        value: the value, on the source.
+        source: name of the source.
+        names: the workers that take part.
+        timeout: seconds; 0 is no limit.
+        gather_to_leader, broadcast: as of `gather`.
+
+    Raises:
+        ValueError: this worker is not one of those that take part.
+        TelegradError: some workers did not take part in time, left, or are lost; or the thread runs the coroutines of a
+            worker, and nothing has been done.
+    """
+    _check_caller(worker.info.name, names)
+    limit = WaitLimit(timeout or None)
+    call = _Call(worker, names, source, limit, timeout, False, gather_to_leader, broadcast)
+    return _run(call, f"broadcast of {source} ", value if source == worker.info.name else None)[source]
 
 
 def _check_caller(me: str, names: set[str]) -> None:
     """Raise an error if this worker takes no part, or its thread must not wait.
 
-    Before anything is sent: the other workers would count an operation that this worker has not made.
+    Before anything is sent: the other workers would take part in an operation that this worker has not made.
     """
     if me not in names:
         raise ValueError(
@@ -212,187 +118,274 @@ def _check_caller(me: str, names: set[str]) -> None:
         check_blocking("a group operation", "`await asyncio.to_thread(...)` for it")
 
 
-def broadcast_to(worker: Worker, value: object, source: str, names: set[str], timeout: float) -> Any:
-    """Return the value of one worker on all of them.
+class _Call(NamedTuple):
+    """Arguments of an operation."""
 
-    The source counts its values per follower, so a follower that comes back does not concern the others.
+    worker: Worker
+    names: set[str]
+    leader: str
+    limit: WaitLimit
+    timeout: float  # s; of the messages
+    is_unset: bool  # the limit: the messages have one, the wait has none
+    gather_to_leader: Callable[..., object]
+    broadcast: Callable[..., object]
 
-    Args:
-        worker: this worker.
-        value: the value, on the source.
-        source: name of the source.
-        names: the workers that take part.
-        timeout: seconds; 0 is no limit.
+    @property
+    def followers(self) -> set[str]:
+        return self.names - {self.leader}
 
-    Raises:
-        ValueError: this worker is not one of those that take part.
-        TelegradError: the source did not send the value in time, left, or is lost; or the thread runs the coroutines of
-            a worker, and nothing has been done.
+    def late(self, names: set[str]) -> GatheringTimeout:
+        """Return the error for workers that did not come in time."""
+        seconds = self.timeout if self.is_unset else self.limit.seconds
+        return GatheringTimeout(f"Followers {sorted(names)} timed out in _all_gather after {seconds:.2f} seconds.")
+
+
+def _run(call: _Call, purpose: str, value: object) -> dict[str, Any]:
+    """Take part in an operation, and return the values of all workers."""
+    gathering = gathering_of(call.worker)
+    values: dict[str, Any] | None = None
+    while values is None:
+        op = gathering.begin(call.names, purpose)
+        values = (_lead if call.leader == call.worker.info.name else _follow)(call, op, value)
+    return values
+
+
+# ---- the leader
+
+
+def _lead(call: _Call, op: Operation, value: object) -> dict[str, Any]:
+    """Collect the values and send them to the followers."""
+    gathering, followers = gathering_of(call.worker), call.followers
+    loss: GroupMemberLost | None = None
+
+    def find_all() -> dict[str, Offer] | None:
+        offers = gathering.offers(op)
+        return offers if offers.keys() >= followers else None
+
+    def missing() -> set[str]:
+        return followers - gathering.offers(op).keys() or followers
+
+    try:
+        _wait_for_turn(call, op)
+        broken = broken_connections(call.worker, followers)
+        values, ids = {call.worker.info.name: value}, dict[str, OperationId]()
+        while len(ids) < len(followers):
+            offers = _wait_for(call, op, find_all, missing, followers, broken)
+            ids = _ask(call, {name: offer.id for name, offer in sorted(offers.items())})
+            values.update((name, offers[name].value) for name in ids)
+        _send_values(call, ids, values)
+        return values
+    except GroupMemberLost as e:  # after another error, the followers go on waiting for this worker's next operation
+        loss = e
+        raise
+    finally:
+        gathering.finish(op)  # first: the handler of a later offer finds the loss itself
+        if loss is not None:
+            _end_offers(call.worker, {name: offer.id for name, offer in gathering.offers(op).items()}, loss)
+
+
+def _ask(call: _Call, ids: dict[str, OperationId]) -> dict[str, OperationId]:
+    """Ask the followers whether their operations wait; drop the offers of others.
+
+    Returns:
+        The ids, if all wait; otherwise those of some.
     """
-    gathering, me = gathering_of(worker), worker.info.name
-    _check_caller(me, names)
-    purpose = f"broadcast of {source} to {','.join(sorted(names))}"
-    if source == me:
-        followers = names - {me}
-        while followers:
-            ids = {name: gathering.next_id((me, name), purpose) for name in followers}
-            texts = {name: str(op) for name, op in ids.items()}
-            replies = _send_to_followers(worker, followers, (texts, {source: value}), _receive_broadcast, timeout)
-            followers = {name for name, newest in replies.items() if newest is not None}
-            for name in followers:  # new processes, of which this worker has not known
-                gathering.receive_ordinals(ids[name].key, ordinals_of(replies[name]))
-        return value
-    limit = _WaitLimit(timeout or None)
-    while True:
-        op, state, _ = gathering.begin((source, me), purpose)
+    left = call.limit.left()
+    timeout = call.timeout if left is None else max(left, _SHORTEST)
+    results, errors = _call_followers(call.worker, ids, is_waiting, (_texts(ids),), timeout)
+    late = {name for name, error in errors.items() if isinstance(error, TimeoutError)}
+    if late:
+        raise call.late(late)
+    lost = {name for name, error in errors.items() if isinstance(error, WorkerLost)}
+    if errors.keys() - lost:
+        raise failure_of_calls(errors, timeout)
+    over = {name: op_id for name, op_id in ids.items() if name in lost or not results[name]}
+    gathering_of(call.worker).close(over)
+    if over.keys() - lost and call.is_unset:  # these followers may not come again, and the wait has no limit
+        raise call.late(over.keys() - lost)
+    return {name: op_id for name, op_id in ids.items() if name not in over}
+
+
+def _send_values(call: _Call, ids: dict[str, OperationId], values: dict[str, Any]) -> None:
+    """Send the values of all workers to the followers."""
+    gathering_of(call.worker).close(ids)
+    try:
+        results, errors = _call_followers(call.worker, ids, call.broadcast, (_texts(ids), values), call.timeout)
+        over = [name for name, was_waiting in results.items() if was_waiting is False]
+        errors.update({name: TelegradError(f"{name} has ended this operation; see its error.") for name in over})
+        if errors:
+            raise failure_of_calls(errors, call.timeout)
+    except TelegradError as e:
+        _end_offers(call.worker, ids, e)
+        raise
+
+
+def _call_followers(
+    worker: Worker,
+    ids: dict[str, OperationId],
+    function: Callable[..., object],
+    args: tuple[object, ...],
+    timeout: float,
+) -> tuple[dict[str, Any], dict[str, RuntimeError]]:
+    """Call a function on followers. Return the results and the errors."""
+    errors: dict[str, RuntimeError] = {}
+    peers: dict[str, int] = {}
+    for name in ids:
         try:
-            if _wait_for(worker, op, state, {source}, source, limit):
-                return state.gathered_objects[source]
-        finally:
-            gathering.finish(op)
-
-
-def _send_to_followers(
-    worker: Worker, names: set[str], arguments: tuple[object, ...], broadcast: Callable[..., object], timeout: float
-) -> dict[str, Any]:
-    """Call a function on followers and return the results."""
-    followers = sorted(names)
-    futures = call_many(
-        worker.calls,
-        [worker.members.resolve(name).id for name in followers],
-        broadcast,
-        arguments,
-        {},
-        worker.calls.timeout(timeout),
-        FLAG_INTERNAL,
-    )
-    errors, results = [], {}
-    for name, future in zip(followers, futures, strict=True):
+            peers[name] = worker.members.resolve(name).id
+        except TelegradError as e:  # it has left, or is lost
+            errors[name] = e
+    limit = worker.calls.timeout(timeout)
+    futures = call_many(worker.calls, list(peers.values()), function, args, {}, limit, FLAG_INTERNAL)
+    results = {}
+    for name, future in zip(peers, futures, strict=True):
         try:
             results[name] = future.wait()
         except RuntimeError as e:
-            errors.append((name, e))
-    if errors:
-        left = all(isinstance(error, WorkerLost) and error.left for _, error in errors)
-        is_late = any(isinstance(error, TimeoutError) for _, error in errors)
-        kind = LeftAfterGathering if left else GatheringTimeout if is_late else TelegradError
-        what = "timed out in _all_gather" + (f" after {timeout:.2f} seconds" if is_late else ", or failed")
-        raise kind(f"Followers {[name for name, _ in errors]} {what}. The first exception is {errors[0][1]}")
-    return results
+            errors[name] = e
+    return results, errors
 
 
-def _wait_for(
-    worker: Worker, op: OperationId, state: AllGatherStates, names: set[str], leader: str, limit: _WaitLimit
-) -> bool:
-    """Wait until all values have arrived.
+def _end_offers(worker: Worker, ids: dict[str, OperationId], failure: TelegradError) -> None:
+    """End the operations of followers with the leader's failure.
 
-    The leader needs all workers, a follower only the leader. The loss of a needed worker ends the wait. A follower must
-    ignore the loss of another follower, which may have had its reply already. A connection to a live member that broke
-    before the wait is no loss: the wait connects again.
-
-    Returns:
-        False if the operation has to begin again, with a newer process of a worker: the leader says so, and no worker
-        has the result; or only a value of the leader is awaited, which has come back.
+    Do not wait for replies.
     """
-    members, signal, me = worker.members, state.proceed_signal, worker.info.name
-    needed = names if leader == me else {leader}
-    broken = _broken_connections(worker, needed)
-    is_connected = False  # without a link, the loss of a worker stays unnoticed
-    with members.on_change(signal.set):
-        while True:
-            signal.clear()
-            left = limit.left()
-            if set(state.gathered_objects) >= names:
-                return True
-            if state.failure is not None:
-                raise state.failure
-            newest = dict(zip(op.names, gathering_of(worker).newest(op.key), strict=True))
-            replaced = {name for name, old in zip(op.names, op.ordinals, strict=True) if newest[name] > old} & needed
-            if state.is_outdated or (replaced and (leader == me or names == {leader})):
-                return False
-            _check_losses(worker, op, needed, replaced, broken)
-            if left == 0.0:
-                missing = sorted(names - set(state.gathered_objects)) if leader == me else [leader]
-                raise GatheringTimeout(
-                    f"Followers {missing} timed out in _all_gather after {limit.seconds:.2f} seconds."
-                )
-            if not is_connected:
-                is_connected = True
-                worker.ensure_connected(info.id for info in members.infos() if info.name in needed - {me})
-            wait_for(signal, left)
-
-
-def _broken_connections(worker: Worker, names: set[str]) -> dict[int, str]:
-    """Return the losses, by id, of live members: a new connection ends them."""
-    members = worker.members
-    losses = [(peer, why) for peer, why in list(members.lost.items()) if members.name_of(peer) in names]
-    return {peer: why for peer, why in losses if peer not in members.departed and _is_member(worker, peer)}
-
-
-def _is_member(worker: Worker, peer: int) -> bool:
-    """Return whether the newest known process of a worker is in the group, by the log."""
-    member, membership = worker.members.get(peer), worker.membership
-    return member is not None and membership is not None and membership.log.view.has(peer, member.incarnation)
-
-
-def _check_losses(
-    worker: Worker, op: OperationId, needed: set[str], replaced: set[str], broken: dict[int, str]
-) -> None:
-    """Raise an error if the process of a needed worker is gone.
-
-    A loss is of the newest process in the group's log that this worker has read. The id may have a newer one. The
-    losses in `broken` do not count, unless the group loses the member; a failed attempt to connect is another loss.
-    """
-    members = worker.members
-    processes = dict(zip(op.names, op.ordinals, strict=True))
-    ended = members.lost_processes()
-    for peer, why in broken.items():
-        if members.lost.get(peer) is why and _is_member(worker, peer):
-            ended.pop(members.name_of(peer), None)
-    lost = {name for name in needed & ended.keys() if ordinal_of(ended[name]) >= processes[name]}
-    left = members.departed_names() & lost
-    if left:
-        raise LeftWhileGathering(
-            f"workers {', '.join(sorted(left))} left before the whole group had gathered; see their errors"
-        )
-    if lost | replaced:
-        raise LostWhileGathering(f"workers {', '.join(sorted(lost | replaced))} were lost while the group gathered")
-
-
-def _notify_followers(worker: Worker, sequence_id: str, names: set[str], kind: str, text: str, timeout: float) -> None:
-    """Send the leader's failure to the followers without waiting for replies."""
-    there = names - worker.members.lost_names()
+    gathering_of(worker).close(ids)
+    notice, there = notice_of(failure), ids.keys() - worker.members.lost_names()
     for info in worker.members.infos():
         if info.name in there:
-            what = (sequence_id, kind, text)
-            worker.start_internal(info.id, _receive_failure, what, timeout).add_done_callback(_read_result)
+            _start(worker, info.id, receive_failure, (str(ids[info.name]), *notice))
+
+
+def _texts(ids: dict[str, OperationId]) -> dict[str, str]:
+    return {name: str(op_id) for name, op_id in ids.items()}
+
+
+def _start(worker: Worker, peer: int, function: Callable[..., object], args: tuple[object, ...]) -> None:
+    """Start a call without need for its result."""
+    with suppress(RuntimeError):  # the worker closes, or the peer is lost
+        worker.start_internal(peer, function, args, 0).add_done_callback(_read_result)
 
 
 def _read_result(done: Future[object]) -> None:
-    with suppress(RuntimeError):  # the follower is lost itself
+    with suppress(RuntimeError):  # the peer is lost
         done.value()
 
 
-def _receive_failure(sequence_id: str, kind: str, text: str) -> None:
-    """Run on the followers: end their wait, or let them begin again."""
-    gathering = _gathering_here()
-    if kind == _AGAIN:
-        gathering.begin_again(sequence_id, ordinals_of(text))
-        return
-    failures = {each.__name__: each for each in (LostWhileGathering, LeftWhileGathering)}
-    gathering.fail(sequence_id, failures[kind](text))
+# ---- a follower
 
 
-def _receive_broadcast(sequence_ids: dict[str, str], values: dict[str, object]) -> str | None:
-    """Run on the followers of a broadcast: store the value. The ids are by follower."""
-    gathering = _gathering_here()
-    return gathering.proceed(sequence_ids[gathering.name], values)
+def _follow(call: _Call, op: Operation, value: object) -> dict[str, Any] | None:
+    """Offer the value to the leader and wait for all values.
+
+    Returns:
+        The values; None to begin again, because the leader's process was replaced before this worker has confirmed.
+    """
+    worker, leader, gathering = call.worker, call.leader, gathering_of(call.worker)
+    failure: TelegradError | None = None
+    is_complete = False
+
+    def find() -> dict[str, Any] | None:
+        if op.gathered_objects:
+            return op.gathered_objects
+        if op.failure is not None:
+            raise op.failure
+        if gathering.newest(op.id.key)[leader] == process:
+            return None
+        if op.is_confirmed:
+            raise LostWhileGathering({leader}, "another process has its name", worker.members.incarnation_of(leader_id))
+        return {}
+
+    try:
+        _wait_for_turn(call, op)
+        broken = broken_connections(worker, {leader})
+        process, leader_id = gathering.newest(op.id.key)[leader], worker.members.resolve(leader).id
+        notice = _offer(call, leader_id, (str(op.id), worker.info.name, value, call.names))
+        if notice is not None and not op.gathered_objects:
+            raise failure_in(notice)
+        _wait_for(call, op, find, lambda: {leader}, {leader}, broken)
+    except TelegradError as e:
+        failure = e
+    finally:
+        is_complete = gathering.finish(op)
+        # As in torch, the leader of an operation without a limit fails if the call of a follower is late.
+        if not is_complete and op.failure is None and not call.is_unset:
+            _withdraw_from(worker, leader, op)
+    if failure is not None and not is_complete:
+        raise failure
+    return op.gathered_objects or None
 
 
-internal.update((_receive_failure, _receive_broadcast))
+def _offer(call: _Call, leader: int, args: tuple[object, ...]) -> Any:
+    """Send the value to the leader, and return its reply.
+
+    The request has no deadline, which the leader would drop when it is late: the leader waits for the value.
+
+    Raises:
+        RpcTimeout: There is no reply within the timeout.
+    """
+    left = call.limit.left()
+    request = call.worker.start_internal(leader, call.gather_to_leader, args, 0)
+    replied = threading.Event()
+    request._on_done(lambda _: replied.set())
+    if not wait_for(replied, call.timeout or None if left is None else left):
+        request._mark_read()
+        raise RpcTimeout(call.timeout, f"a group operation on {call.leader}")
+    return request.wait()
 
 
-def _gathering_here() -> Gathering:
-    scope = current.get()
-    assert scope is not None
-    return gathering_of(scope.worker)
+def _withdraw_from(worker: Worker, leader: str, op: Operation) -> None:
+    """Withdraw the offer.
+
+    Otherwise the leader would keep the value, and ask for it.
+    """
+    info = worker.members.by_key.get(leader)
+    if info is not None and info.id not in worker.members.lost:
+        _start(worker, info.id, withdraw, (str(op.id), worker.info.name))
+
+
+# ---- waits
+
+
+def _wait_for_turn(call: _Call, op: Operation) -> None:
+    gathering = gathering_of(call.worker)
+    _wait_for(call, op, lambda: gathering.has_turn(op) or None, lambda: call.names - {call.worker.info.name}, set(), {})
+
+
+def _wait_for(
+    call: _Call,
+    op: Operation,
+    find: Callable[[], T | None],
+    missing: Callable[[], set[str]],
+    needed: set[str],
+    broken: dict[int, str],
+) -> T:
+    """Wait until `find` returns a value.
+
+    The leader needs all workers, a follower only the leader. The loss of a needed worker ends the wait. A follower must
+    ignore the loss of another follower, which may have had its reply already. A connection to a live member that broke
+    before the operation is no loss: the wait connects again.
+
+    Raises:
+        GatheringTimeout: The limit is over.
+        WorkerLost: A needed worker is lost, or has left.
+    """
+    worker, signal = call.worker, op.proceed_signal
+    is_connected = False  # without a link, the loss of a worker stays unnoticed
+    with worker.members.on_change(signal.set):
+        while True:
+            signal.clear()
+            left = call.limit.left()
+            found = find()
+            if found is not None:
+                return found
+            loss = find_loss(worker, gathering_of(worker).newest(op.id.key), needed, broken)
+            if loss is not None:
+                raise loss
+            if left == 0.0:
+                raise call.late(missing())
+            if not is_connected:
+                is_connected = True
+                worker.ensure_connected(info.id for info in worker.members.infos() if info.name in needed)
+            wait_for(signal, left)

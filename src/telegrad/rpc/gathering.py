@@ -1,20 +1,30 @@
-"""Values that arrive at a worker for operations of several workers.
+"""State of one worker in operations that several run together, such as a barrier.
 
-Each operation has an id that each of its workers computes: its purpose, the names of the workers, the number
-of each one's process (`telegrad.protocols.membership.ordinal_of`), and a count that begins again with each combination
-of processes. So a worker that comes back needs no count of its previous process.
+Each operation belongs to a key, which is a purpose and a set of workers. One of the workers is the leader, the others
+are its followers. A worker runs its operations with one key one after the other and numbers them. This number and that
+of the process (`telegrad.protocols.membership.ordinal_of`) identify an operation of one worker. They are never compared
+with those of another worker, so workers that have failed a different number of times meet in their next operation.
 
-Workers may learn of a new process at different times. They compare the numbers in an id with those that they know; a
-process that has been replaced never comes back, so the largest number of each worker is the current one.
+1. A follower offers its value to the leader. The offer is open until the follower withdraws it or offers again, or
+   until the leader uses it.
+2. If each follower has an open offer, the leader asks each whether the operation of this offer still waits. If one does
+   not, the leader drops its offer and waits for the next one.
+3. If all wait, the leader closes the offers and sends the values to all. The operations of the workers end with them.
+
+Invariant: the values with which an operation ends are those of operations of all workers that waited at one moment.
+This is the moment before the leader asks: each follower has offered before it, and confirms after it that the same
+operation still waits. So messages may be late, lost or in another order. Those for an operation that is over have no
+effect, and the reply says so.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from telegrad.errors import TelegradError
 
-__all__ = ["AllGatherStates", "Gathering", "OperationId"]
+__all__ = ["AllGatherStates", "Gathering", "Offer", "Operation", "OperationId"]
 
 
 class AllGatherStates:
@@ -29,56 +39,66 @@ class AllGatherStates:
     def __init__(self) -> None:
         self.gathered_objects: dict[str, object] = {}
         self.proceed_signal: threading.Event = threading.Event()
-        self.failure: TelegradError | None = None  # the error with which the leader ended it
-        self.is_running: bool = False  # a thread of this worker takes part
-        self.is_outdated: bool = False  # the leader begins again, with other processes
 
 
 class OperationId(NamedTuple):
-    """Id of an operation."""
+    """Id of an operation of one worker; of two with one key, the later one is greater."""
 
     purpose: str
     names: tuple[str, ...]  # sorted
-    ordinals: tuple[int, ...]  # numbers of their processes
+    ordinal: int  # number of the worker's process
     number: int
 
     def __str__(self) -> str:
-        return "|".join((self.purpose, ",".join(self.names), text_of(self.ordinals), str(self.number)))
+        return "|".join((self.purpose, ",".join(self.names), str(self.ordinal), str(self.number)))
 
     @property
     def key(self) -> tuple[str, tuple[str, ...]]:
-        """Purpose and names: what the count belongs to."""
+        """Purpose and names."""
         return self.purpose, self.names
 
     @classmethod
     def parse(cls, text: str) -> "OperationId | None":
         """Return the id with a text; None for a text that is none."""
         try:
-            purpose, names, ordinals, number = text.rsplit("|", 3)
-            return cls(purpose, tuple(names.split(",")), ordinals_of(ordinals), int(number))
+            purpose, names, ordinal, number = text.rsplit("|", 3)
+            return cls(purpose, tuple(names.split(",")), int(ordinal), int(number))
         except ValueError:
             return None
 
 
-def text_of(ordinals: Iterable[int]) -> str:
-    return ",".join(map(str, ordinals))
+class Operation(AllGatherStates):
+    """Operation of this worker.
+
+    It is over when it has values or a failure, or its thread has finished it.
+    """
+
+    def __init__(self, op_id: OperationId) -> None:
+        super().__init__()
+        self.id = op_id
+        self.failure: TelegradError | None = None  # the error with which the leader ended it
+        self.is_confirmed = False  # the leader may have completed it
 
 
-def ordinals_of(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+class Offer(NamedTuple):
+    """Newest operation of a follower that the leader knows."""
+
+    id: OperationId
+    is_open: bool
+    value: object = None
 
 
 class _Sequence:
-    """Count of the operations with one key."""
+    """Operations with one key."""
 
-    def __init__(self, ordinals: tuple[int, ...]) -> None:
-        self.ordinals = ordinals  # that this worker uses
-        self.received = ordinals  # the largest ones in messages
-        self.number = 0
+    def __init__(self) -> None:
+        self.number = 0  # of the next operation of this worker
+        self.operations: deque[Operation] = deque()  # of this worker; the first one runs, the others wait for it
+        self.offers: dict[str, Offer] = {}  # on the leader, by follower
 
 
 class Gathering:
-    """Operations of one worker, by id.
+    """Operations of one worker.
 
     Args:
         name: Name of the worker.
@@ -87,171 +107,133 @@ class Gathering:
 
     def __init__(self, name: str, known: Callable[[tuple[str, ...]], tuple[int, ...]]) -> None:
         self.lock: threading.RLock = threading.RLock()
-        self.states: dict[str, AllGatherStates] = {}
         self.name: str = name
         self._known = known
         self._sequences: dict[tuple[str, tuple[str, ...]], _Sequence] = {}
 
+    @property
+    def operations(self) -> list[Operation]:
+        """Operations of this worker that are not finished."""
+        with self.lock:
+            return [op for sequence in self._sequences.values() for op in sequence.operations]
+
+    @property
+    def open_offers(self) -> dict[tuple[str, OperationId], object]:
+        """Values that followers have offered to this worker, by follower and id."""
+        with self.lock:
+            offers = [item for sequence in self._sequences.values() for item in sequence.offers.items()]
+            return {(name, offer.id): offer.value for name, offer in offers if offer.is_open}
+
     # ---- called by threads that take part
 
-    def next_id(self, names: Iterable[str], purpose: str) -> OperationId:
-        """Return the next id for a set of workers and a purpose; the same on all of them.
-
-        If processes were replaced, the count begins again, but operations of the previous processes come first if
-        their results, or failures, are here.
-        """
+    def begin(self, names: Iterable[str], purpose: str) -> Operation:
+        """Add the next operation of this worker; it may have to wait for its turn."""
         key = purpose, tuple(sorted(names))
+        ordinal = self._known((self.name,))[0]
         with self.lock:
-            newest = self.newest(key)
-            sequence = self._sequences.setdefault(key, _Sequence(newest))
-            op = OperationId(*key, sequence.ordinals, sequence.number)
-            waiting = self.states.get(str(op))
-            if sequence.ordinals != newest and not (waiting and waiting.proceed_signal.is_set()):
-                sequence.ordinals, op = newest, OperationId(*key, newest, 0)
-            sequence.number = op.number + 1
-        return op
+            sequence = self._sequence(key)
+            op = Operation(OperationId(*key, ordinal, sequence.number))
+            sequence.number += 1
+            sequence.operations.append(op)
+            return op
 
-    def begin(
-        self, names: Iterable[str], purpose: str
-    ) -> tuple[OperationId, AllGatherStates, list[tuple[str, set[str]]]]:
-        """Take part in the next operation of a set of workers.
+    def has_turn(self, op: Operation) -> bool:
+        """Return whether the earlier operations with this key are finished."""
+        with self.lock:
+            return self._sequence(op.id.key).operations[0] is op
+
+    def finish(self, op: Operation) -> bool:
+        """Remove an operation: whatever arrives for it from now on has no effect.
 
         Returns:
-            Its id and state; and operations of replaced processes that this worker will not take part in any more, with
-            the workers that do.
+            Whether it has the values of all workers.
         """
         with self.lock:
-            op = self.next_id(names, purpose)
-            state = self.states.setdefault(str(op), AllGatherStates())
-            state.is_running = True
-            outdated = [
-                text
-                for text, other in self.states.items()
-                if not other.is_running
-                and (it := OperationId.parse(text)) is not None
-                and it.key == op.key
-                and _is_older(it.ordinals, op.ordinals)
-            ]
-            return op, state, [(text, set(self.states.pop(text).gathered_objects)) for text in outdated]
+            operations = self._sequence(op.id.key).operations
+            operations.remove(op)
+            if operations:
+                operations[0].proceed_signal.set()
+            return bool(op.gathered_objects)
 
-    def newest(self, key: tuple[str, tuple[str, ...]]) -> tuple[int, ...]:
-        """Return the numbers of the newest processes, known or read in messages."""
-        known = self._known(key[1])
+    def newest(self, key: tuple[str, tuple[str, ...]]) -> dict[str, int]:
+        """Return the numbers of the newest processes, known or read in offers, by name."""
+        known = dict(zip(key[1], self._known(key[1]), strict=True))
         with self.lock:
-            sequence = self._sequences.get(key)
-            return known if sequence is None else _largest(known, sequence.received)
+            offers = self._sequence(key).offers
+            return {name: max(n, offers[name].id.ordinal if name in offers else 0) for name, n in known.items()}
 
-    def finish(self, op: OperationId) -> None:
-        """Forget an operation, and what arrives for it from now on."""
-        with self.lock:
-            self.states.pop(str(op), None)
+    # ---- on the leader
 
-    # ---- called by handlers
-
-    def receive_ordinals(self, key: tuple[str, tuple[str, ...]], ordinals: tuple[int, ...]) -> None:
-        """Take note of the processes that another worker knows."""
-        with self.lock:
-            sequence = self._sequences.setdefault(key, _Sequence(ordinals))
-            if not _is_older(sequence.received, ordinals):
-                return
-            sequence.received = _largest(sequence.received, ordinals)
-            for text, state in self.states.items():
-                it = OperationId.parse(text)
-                if state.is_running and it is not None and it.key == key:
-                    state.proceed_signal.set()
-
-    def collect(self, sequence_id: str, name: str, value: object, names: set[str]) -> str | None:
-        """Add the value of a worker, on the leader.
+    def collect(self, sequence_id: str, name: str, value: object, names: set[str]) -> bool:
+        """Add the offer of a follower.
 
         Returns:
-            None; or, if processes in the id have been replaced, the numbers of the newest ones. The worker then begins
-            again.
+            Whether an operation of this worker waits for it.
 
         Raises:
-            TelegradError: The worker does not take part, has reported already, or the operation is over.
+            TelegradError: The worker does not take part.
         """
-        op = OperationId.parse(sequence_id)
-        if name not in names or (op is not None and name not in op.names):
-            taking_part = ", ".join(sorted(names if op is None else op.names))
+        op_id = OperationId.parse(sequence_id)
+        if op_id is None or name not in names or name not in op_id.names:
+            taking_part = ", ".join(sorted(names if op_id is None else op_id.names))
             raise TelegradError(f"{name} is not expected by leader {self.name}: the operation is of {taking_part}.")
         with self.lock:
-            state = self.states.get(sequence_id)
-            if op is not None and not (state and state.is_running):
-                self.receive_ordinals(op.key, op.ordinals)
-                newest = self.newest(op.key)
-                if _is_older(op.ordinals, newest):
-                    return text_of(newest)
-                if state is None and self._is_over(op):
-                    raise TelegradError(f"{self.name} has ended this operation without {name}; see its error.")
-            state = self.states.setdefault(sequence_id, AllGatherStates())
-            if name in state.gathered_objects:
-                raise TelegradError(f"{name} reported intent sequence id {sequence_id} twice. ")
-            state.gathered_objects[name] = value
-            if set(state.gathered_objects) == names:
-                state.proceed_signal.set()
-        return None
+            sequence = self._sequence(op_id.key)
+            known = sequence.offers.get(name)
+            if known is None or known.id < op_id:  # otherwise it was overtaken by its withdrawal, or by the next one
+                sequence.offers[name] = Offer(op_id, True, value)
+            if sequence.operations:
+                sequence.operations[0].proceed_signal.set()
+            return bool(sequence.operations)
 
-    def proceed(self, sequence_id: str, values: dict[str, object]) -> str | None:
-        """Store the values of all workers and end the wait, on a follower.
+    def close(self, ids: Mapping[str, OperationId]) -> None:
+        """Drop the offers with these ids, and the earlier ones.
 
-        Returns:
-            None; or, if the values were for a previous process of this worker, the numbers of the newest processes.
+        Also those that have yet to arrive.
         """
         with self.lock:
-            state = self._awaited(sequence_id)
-            if state is None:
-                op = OperationId.parse(sequence_id)
-                return text_of(self.newest(op.key)) if op is not None and self._is_for_predecessor(op) else None
-            if state.gathered_objects:
-                raise TelegradError(f"Termination signal sequence id {sequence_id} got set twice.")
-            state.gathered_objects = values
-            state.proceed_signal.set()
-        return None
+            for name, op_id in ids.items():
+                offers = self._sequence(op_id.key).offers
+                if name not in offers or offers[name].id <= op_id:
+                    offers[name] = Offer(op_id, False)
+
+    def offers(self, op: Operation) -> dict[str, Offer]:
+        """Return the open offers for an operation of this worker by follower."""
+        with self.lock:
+            return {name: offer for name, offer in self._sequence(op.id.key).offers.items() if offer.is_open}
+
+    # ---- on a follower
+
+    def confirm(self, sequence_id: str) -> bool:
+        """Return whether an operation still waits."""
+        with self.lock:
+            op = self._waiting(sequence_id)
+            if op is not None:
+                op.is_confirmed = True
+            return op is not None
+
+    def proceed(self, sequence_id: str, values: dict[str, object]) -> bool:
+        """End an operation with the values of all workers. Return whether it still waited."""
+        with self.lock:
+            op = self._waiting(sequence_id)
+            if op is not None:
+                op.gathered_objects = values
+                op.proceed_signal.set()
+            return op is not None
 
     def fail(self, sequence_id: str, failure: TelegradError) -> None:
-        """End the wait with the leader's failure, on a follower."""
+        """End an operation with the leader's failure."""
         with self.lock:
-            state = self._awaited(sequence_id)
-            if state is not None:
-                state.failure = failure
-                state.proceed_signal.set()
-
-    def begin_again(self, sequence_id: str, ordinals: tuple[int, ...]) -> None:
-        """Begin again with newer processes, on a follower, as the leader does."""
-        op = OperationId.parse(sequence_id)
-        with self.lock:
+            op = self._waiting(sequence_id)
             if op is not None:
-                self.receive_ordinals(op.key, ordinals)
-            state = self.states.get(sequence_id)
-            if state is not None and state.is_running:
-                state.is_outdated = True
-                state.proceed_signal.set()
+                op.failure = failure
+                op.proceed_signal.set()
 
-    def _awaited(self, sequence_id: str) -> AllGatherStates | None:
-        """Return the state of an operation; None if it is over for this worker."""
-        op = OperationId.parse(sequence_id)
-        if op is not None and sequence_id not in self.states:
-            if self._is_for_predecessor(op):
-                return None
-            self.receive_ordinals(op.key, op.ordinals)
-            if self._is_over(op) or _is_older(op.ordinals, self._sequences[op.key].ordinals):
-                return None
-        return self.states.setdefault(sequence_id, AllGatherStates())
+    def _waiting(self, sequence_id: str) -> Operation | None:
+        op_id = OperationId.parse(sequence_id)
+        operations = self._sequences[op_id.key].operations if op_id is not None and op_id.key in self._sequences else ()
+        found = [op for op in operations if op.id == op_id and not op.gathered_objects and op.failure is None]
+        return found[0] if found else None
 
-    def _is_over(self, op: OperationId) -> bool:
-        sequence = self._sequences[op.key]
-        return op.ordinals == sequence.ordinals and op.number < sequence.number
-
-    def _is_for_predecessor(self, op: OperationId) -> bool:
-        if self.name not in op.names:
-            return False
-        return op.ordinals[op.names.index(self.name)] < self._known((self.name,))[0]
-
-
-def _is_older(these: tuple[int, ...], those: tuple[int, ...]) -> bool:
-    """Return whether a process in `these` has been replaced, according to `those`."""
-    return any(a < b for a, b in zip(these, those, strict=True))
-
-
-def _largest(these: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(max, these, those))
+    def _sequence(self, key: tuple[str, tuple[str, ...]]) -> _Sequence:
+        return self._sequences.setdefault(key, _Sequence())

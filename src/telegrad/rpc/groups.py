@@ -222,7 +222,8 @@ def all_gather(
 ) -> dict[str, Any]:
     """Exchange values with other workers: each gets the values of all.
 
-    All of these workers have to call this, with the same set of workers, the same number of times.
+    All of these workers have to call this, with the same set of workers. It succeeds only if all were in it at the same
+    moment. After an error on some of them, call it once more on all: they get the values of these calls.
 
     Args:
         value: this worker's value; anything that a call could return.
@@ -236,7 +237,8 @@ def all_gather(
     Raises:
         TypeError: ``workers`` is a single worker, or the timeout is not a number.
         ValueError: ``workers`` is empty, or does not contain this worker; or the timeout is NaN.
-        RuntimeError: some workers did not take part in time, left, or are lost; the text names them.
+        RuntimeError: some workers did not take part in time (also a ``TimeoutError``), left, or are lost
+            (`WorkerLost`); the text names them.
 
     Example::
 
@@ -260,7 +262,7 @@ def barrier(workers: Iterable[To] | None = None, timeout: float = UNSET_RPC_TIME
 
     Raises:
         TypeError, ValueError: as of `all_gather`.
-        RuntimeError: some workers did not come in time, left, or are lost; the text names them.
+        RuntimeError: as of `all_gather`.
 
     Example::
 
@@ -277,7 +279,8 @@ def broadcast(
 ) -> Any:
     """Send a value of one worker to others; it is serialized once, as by `multicast`.
 
-    All of these workers have to call this, with the same source and set of workers, the same number of times.
+    All of these workers have to call this, with the same source and set of workers. The source waits until all others
+    have called it. After an error, as of `all_gather`.
 
     Args:
         value: the value, on the source; ignored on the others.
@@ -290,7 +293,7 @@ def broadcast(
     Raises:
         TypeError, ValueError: as of `all_gather`.
         RuntimeError: the source did not send its value in time, left, or is lost; or, on the source, another worker
-            did not receive it.
+            did not take part or did not receive the value.
 
     Example::
 
@@ -302,4 +305,5 @@ def broadcast(
     worker = open_worker()
     name = worker.members.resolve(source).name
     names = _names(worker, workers) | {name}
-    return broadcast_to(worker, value, name, names, seconds_of(worker, timeout) or 0.0)
+    limit = seconds_of(worker, timeout) or 0.0
+    return broadcast_to(worker, value, name, names, limit, api._gather_to_leader, api._broadcast_to_followers)

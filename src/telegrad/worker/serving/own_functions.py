@@ -32,8 +32,9 @@ OWN_FUNCTIONS: Final[dict[str, str]] = {
     "telegrad.rpc.services:_registered": "returns a reference that the program has registered as a service",
     "telegrad.rpc.api:_gather_to_leader": "stores a value for a gathering",
     "telegrad.rpc.api:_broadcast_to_followers": "stores values for a gathering",
-    "telegrad.rpc.collectives:_receive_failure": "ends a gathering with one of two errors, or has it begin again",
-    "telegrad.rpc.collectives:_receive_broadcast": "stores a value of a broadcast",
+    "telegrad.rpc.gathering_handlers:withdraw": "drops a value that a worker has stored for a gathering",
+    "telegrad.rpc.gathering_handlers:is_waiting": "returns whether this worker waits in a gathering",
+    "telegrad.rpc.gathering_handlers:receive_failure": "ends a gathering with an error of a fixed set of classes",
     # remote modules
     f"{_MODULE}:make_module": "checks the class",
     f"{_MODULE}:forward_on_device": "checks that the value may be called",
