@@ -110,14 +110,15 @@ def master(args: argparse.Namespace) -> bool:
             confusion = trainers[0].rpc_sync().confusion()
             accuracies.append((confusion.trace() / confusion.sum()).item())
             view.row(epoch=f"{epoch}", loss=f"{losses[-1]:.3f}", accuracy=f"{accuracies[-1]:.1%}")
-    figure, (left, middle, right) = new_figure(title, panels=3)
+    figure, (left, middle, right) = new_figure(title, panels=3, columns=3)
     curves(left, {"mean of the trainers": losses}, "epoch", "loss [nats]")
     curves(middle, {"trainer 0": accuracies}, "epoch", "accuracy on held-out files", goal=args.goal)
-    right.imshow(confusion / confusion.sum(dim=1, keepdim=True), cmap="Blues", vmin=0, vmax=1)
-    right.set(xticks=range(len(LIBRARIES)), xticklabels=LIBRARIES, xlabel="guess")
-    right.set(
-        yticks=range(len(LIBRARIES)), yticklabels=LIBRARIES, ylabel="truth", title="share of each library's texts"
-    )
+    right.imshow(
+        confusion / confusion.sum(dim=1, keepdim=True), cmap="Blues", vmin=0, vmax=1.5
+    )  # no field too dark for its number
+    right.set_xticks(range(len(LIBRARIES)), LIBRARIES, rotation=45, ha="right")
+    right.set_yticks(range(len(LIBRARIES)), LIBRARIES)
+    right.set(xlabel="guess", ylabel="truth")
     right.grid(visible=False)
     for (row, column), count in zip(
         product(range(len(LIBRARIES)), repeat=2), confusion.flatten().tolist(), strict=True

@@ -131,8 +131,11 @@ def run_worker(rank: int, args: argparse.Namespace) -> bool:
             results = {kind: train(kind, digits, args, view) for kind in HOOKS}
             for kind, (accuracy, size, _) in results.items():
                 view.row(compression=kind, accuracy=f"{accuracy:.1%}", kB_per_step=f"{size:.1f}")
-        figure, (axes,) = new_figure(title)
-        curves(axes, {kind: losses for kind, (_, _, losses) in results.items()}, "batch", "loss [nats]")
+        figure, (left, right) = new_figure(title, panels=2)
+        curves(left, {kind: losses for kind, (_, _, losses) in results.items()}, "batch", "loss [nats]")
+        bars = right.bar(list(results), [size for _, size, _ in results.values()])
+        right.bar_label(bars, [f"{accuracy:.1%} recognized" for accuracy, _, _ in results.values()], size=8)
+        right.set(xlabel="compression", ylabel="gradients sent per step [kB]")
         view.print(f"Figure: {save(figure, args.out, 'gradient_compression')}")
         score = Score(min(accuracy for accuracy, _, _ in results.values()), args.goal, digits.guess)
         reached = view.verdict(score.reached, f"{score}, on held-out digits, with the worst kind of compression")

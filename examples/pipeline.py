@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from common.digits import load_digits
 from common.launch import arguments, launch
 from common.networks import residual_network
-from common.view import Score, View, curves, new_figure, save, timeline
+from common.view import Score, Span, View, new_figure, save, timeline
 from torch import Tensor, nn
 
 from telegrad import autograd as dist_autograd
@@ -28,6 +28,7 @@ from telegrad.optim import DistributedOptimizer
 
 BATCH, MICRO_BATCHES = 128, 8
 COLD = 5  # first steps, which are not measured
+MEASURED = 20  # steps under each schedule of the figure
 
 
 def make_stage(stage: int, stages: int, seed: int) -> nn.Module:
@@ -54,6 +55,17 @@ def distance(module: rpc.RRef[nn.Module], context_id: int) -> float:
     expected = dist_autograd.get_gradients(context_id)
     pairs = [(parameter.grad, expected[parameter]) for parameter in module.local_value().parameters()]
     return max(((mine - other).abs().max() / other.abs().max()).item() for mine, other in pairs)
+
+
+def passes(pipe: Pipeline, schedule: str, steps: int, images: Tensor, labels: Tensor) -> list[tuple[str, list[Span]]]:
+    """Return the passes of each stage, in the fastest of `steps` under a schedule."""
+    other = Pipeline(list(pipe.stages), F.cross_entropy, micro_batches=MICRO_BATCHES, schedule=schedule)
+    found = []
+    for _ in range(steps):
+        other.step(images, target=labels)
+        found.append(other.times)
+    stages = min(found, key=lambda times: times.elapsed).stages
+    return [(f"stage {i}", [(str(one.of), one.begin, one.end) for one in each]) for i, each in enumerate(stages)]
 
 
 def master(args: argparse.Namespace) -> bool:
@@ -86,16 +98,17 @@ def master(args: argparse.Namespace) -> bool:
             times = pipe.times
             bubbles.append(times.bubble)
             balanced.append(times.balanced_bubble)
-            spans = [[(str(one.of), one.begin, one.end) for one in passes] for passes in times.stages]
-            for i, each in enumerate(spans):
-                busy = sum(until - since for _, since, until in each) / times.elapsed
+            for i, each in enumerate(times.stages):
+                busy = sum(one.end - one.begin for one in each) / times.elapsed
                 view.worker(f"stage {i}", args.schedule, passes=f"{len(each)} a step", busy=f"{busy:.0%}")
             shown = {"without_pipeline": f"{alone[-1]:.0f} ms", "with_it": f"{piped[-1]:.0f} ms"}
             view.row(step=f"{step}", **shown, bubble=f"{bubbles[-1]:.0%}", gradients_apart=f"{apart:.0e}")
     accuracy = digits.accuracy(pipe.eval())
-    figure, (left, right) = new_figure(title, panels=2)
-    timeline(left, "the last step: F forward, B backward", [(f"stage {i}", each) for i, each in enumerate(spans)])
-    curves(right, {"without a pipeline": alone, args.schedule: piped}, "step", "forward and backward passes [ms]")
+    figure, (first, second) = new_figure(title, panels=2, columns=1, height=2.2)
+    second.sharex(first)
+    for axes, schedule in ((first, "gpipe"), (second, "1f1b")):
+        rows = passes(pipe.train(), schedule, min(MEASURED, args.steps), images, labels)
+        timeline(axes, f"{schedule}: F forward, B backward", rows)
     view.print(f"Figure: {save(figure, args.out, 'pipeline')}")
     if args.steps >= 3 * COLD:
         slow, fast = median(alone[COLD:]), median(piped[COLD:])

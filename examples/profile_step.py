@@ -105,7 +105,7 @@ def draw(prof: profile, title: str, steps: int, folder: Path) -> Path:
     for panel, worker in zip(axes, ("here", "on the helper"), strict=True):
         rows = sorted(((ms, name) for (where, name), ms in totals.items() if where == worker), reverse=True)[:12]
         panel.barh([name.removeprefix("torch::distributed::")[:40] for _, name in rows], [ms for ms, _ in rows])
-        panel.set(title=worker, xlabel="time without callees, per step [ms]")
+        panel.set(title=worker, xlabel="own time per step [ms]")
         panel.invert_yaxis()
     return save(figure, folder, "profile_step")
 

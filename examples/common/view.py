@@ -157,13 +157,17 @@ class Score:
         return f"accuracy {self.accuracy:.1%}, goal {self.goal:.0%} (the most frequent answer alone: {self.guess:.1%})"
 
 
-def new_figure(title: str, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """Create a figure with `panels` axes side by side."""
+def new_figure(title: str, panels: int = 1, *, columns: int = 2, height: float = 3.4) -> tuple[Figure, list[Axes]]:
+    """Create a figure with `panels` axes, in rows of `columns`.
+
+    `height` is that of a row in inches. The figure is as wide as a page, so that its text stays readable there.
+    """
     from matplotlib.figure import Figure  # late, so that only the drawing process loads it
 
-    figure = Figure(figsize=(max(8, 6 * panels), 4.5), layout="constrained")
+    rows, columns = -(-panels // columns), min(panels, columns)
+    figure = Figure(figsize=(9, 0.4 + height * rows), layout="constrained")
     figure.suptitle(title)
-    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    axes = [figure.add_subplot(rows, columns, i + 1) for i in range(panels)]
     for each in axes:
         each.grid(alpha=0.25)
         each.spines[["top", "right"]].set_visible(False)
@@ -212,15 +216,24 @@ def timeline(axes: Axes, title: str, rows: Sequence[tuple[str, Sequence[Span]]])
     for row, (_, spans) in enumerate(rows):
         for name, begin, end in spans:
             left, width = 1000 * (begin - zero), 1000 * (end - begin)
-            axes.barh(row, width, left=left, color=f"C{kinds.index(name[0])}", edgecolor="white")
+            color = f"C{kinds.index(name[0])}"
+            axes.barh(row, width, left=left, color=color, edgecolor="white", clip_on=False)  # clips need space in SVG
             axes.text(left + width / 2, row, name, ha="center", va="center", size=7)
     axes.set(title=title, xlabel="time [ms]", yticks=range(len(rows)), yticklabels=[label for label, _ in rows])
     axes.invert_yaxis()
 
 
 def save(figure: Figure, folder: Path, name: str) -> Path:
-    """Write the figure as PNG; create the folder."""
+    """Write the figure as PNG and, for documents, as SVG; return the path of the PNG.
+
+    Creates the folder.
+    """
+    from matplotlib import rc_context
+
     folder.mkdir(parents=True, exist_ok=True)
+    # Text as text, which is small; equal figures give equal files.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.sans-serif": ["DejaVu Sans"]}):
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     path = folder / f"{name}.png"
-    figure.savefig(path, dpi=120, format="png")
+    figure.savefig(path, dpi=120)
     return path

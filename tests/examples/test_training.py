@@ -107,6 +107,7 @@ def test_smoke(name: str, start: Start, tmp_path: Path) -> None:
     assert "\nReached: " in out
     assert "as fast" not in out  # a few cold steps do not show the speed
     assert (tmp_path / "new" / f"{name}.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "new" / f"{name}.svg").read_text().startswith("<?xml")
 
 
 def test_one_process_per_terminal(start: Start) -> None:
