@@ -90,6 +90,39 @@ def test_a_worker_that_leaves_finishes_deferred_requests(group: Cluster, kind: s
     assert results == [7]
 
 
+def test_a_worker_that_leaves_finishes_requests_whose_inputs_are_ready(
+    group: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, leaving = Step(), rpc.Worker("late", store=group.store)
+    resumed: list[tuple[Any, ...]] = []
+    handlers, barrier = leaving._worker.handlers, leaving._worker.shutdown
+    submit, deferred, counts = handlers._submit, barrier._deferred, list[int]()
+    monkeypatch.setattr(handlers, "_submit", lambda *job: resumed.append(job))
+
+    def count_deferred() -> int:
+        counts.append(deferred())
+        return counts[-1]
+
+    monkeypatch.setattr(barrier, "_deferred", count_deferred)
+    results: list[Any] = []
+    reference = rpc.remote("late", waits, (step.local, 7))
+    reader = threading.Thread(target=lambda: results.append(reference.to_here()))
+    reader.start()
+    eventually(lambda: leaving.debug_info().counts.parked_requests == 1)
+    shutdown = threading.Thread(target=leaving.shutdown)
+    shutdown.start()
+    step.go_on.set()
+    eventually(lambda: resumed and not handlers.async_calls)
+    checked = len(counts)
+    eventually(lambda: len(counts) > checked + 2 or not shutdown.is_alive())
+    assert shutdown.is_alive()
+    submit(*resumed.pop())
+    for thread in (reader, shutdown):
+        thread.join(10)
+        assert not thread.is_alive()
+    assert results == [7]
+
+
 def test_calls_to_a_worker_that_has_left(group: Cluster) -> None:
     info = rpc.Worker("late", store=group.store)
     worker_id = info.info.id

@@ -178,6 +178,9 @@ class _Deferred(Protocol):
 class _Handlers(Protocol):
     """Handlers of a worker (`telegrad.worker.serving.handlers.Handlers`)."""
 
+    @property
+    def parked_requests(self) -> int: ...
+
     def deferred_requests(self) -> Mapping[tuple[int, int], _Deferred]: ...
 
 
@@ -239,11 +242,11 @@ class GracefulShutdown:
         return stats["requests"], pending
 
     def _deferred(self) -> int:
-        """Return the number of requests with a deferred result, and of waiting readers."""
+        """Return the number of requests with a deferred result, or with late inputs, and of waiting readers."""
         worker = self._worker
         # A request for further items of a stream ends with the stream.
         requests = [each for each in worker.handlers.deferred_requests().values() if not is_internal(each.handler)]
-        return len(requests) + sum(count() for count in worker.waiting_readers)
+        return len(requests) + worker.handlers.parked_requests + sum(count() for count in worker.waiting_readers)
 
     def set_members(self, members: Sequence[int]) -> None:
         """Set the other workers of a static group. Called before any worker can shut down."""
@@ -315,8 +318,8 @@ class GracefulShutdown:
     def drain(self, timeout: float) -> bool:
         """Wait until no call and no request is pending; return False on timeout.
 
-        Requests with a deferred result are pending, too: their callers do not shut down with this worker. So are the
-        threads and tasks of this worker that wait for an item of a stream.
+        Requests with a deferred result are pending, too: their callers do not shut down with this worker. So are
+        requests that wait for their inputs, and the threads and tasks of this worker that wait for an item of a stream.
 
         Args:
             timeout: Limit in seconds; 0 for none.

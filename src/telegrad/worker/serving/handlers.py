@@ -115,11 +115,17 @@ class Handlers:
         self._error_level = error_level
         self.interceptors: Interceptors = Interceptors(self.update_recording)
         self._deferred: dict[tuple[int, int], DeferredRequest] = {}  # requests with a deferred result
+        self._parked: set[object] = set()  # requests that wait for their inputs, or run since these are ready
 
     @property
     def async_calls(self) -> int:
         """Return the number of requests with a deferred result."""
         return len(self._deferred)
+
+    @property
+    def parked_requests(self) -> int:
+        """Return the number of requests that wait for their inputs, or run since these are ready."""
+        return len(self._parked)
 
     def deferred_requests(self) -> dict[tuple[int, int], DeferredRequest]:
         """Return the requests with a deferred result by connection and call."""
@@ -214,21 +220,31 @@ class Handlers:
         if self.engine.parked() > most:
             why = f"{most} requests already wait for references at worker {self._info.name}"
             raise Overloaded("max_waiting_messages", f"over max_waiting_messages: {why}. Await some results first.")
-        references = self._references
-        if receiver is None:
-            assert slow is not None
-            handles = slow.metadata.handles
-            return references.when_confirmed(
-                [h.id for h in handles], lambda: self._submit(self._resume, request, handles)
-            )
-        rref = RRefId(*receiver)
-        handles = []
-        if fetches and not references.knows(rref):  # a placeholder until the creation arrives
-            handles = references.hold(rref, peer)
-        return references.park(rref, lambda: self._submit(self._resume, request, handles))
+        references, parked, is_parked = self._references, object(), False
+        self._parked.add(parked)
+        try:
+            if receiver is None:
+                assert slow is not None
+                handles = slow.metadata.handles
+                is_parked = references.when_confirmed(
+                    [h.id for h in handles], lambda: self._submit(self._resume, request, handles, parked)
+                )
+            else:
+                rref = RRefId(*receiver)
+                handles = []
+                if fetches and not references.knows(rref):  # a placeholder until the creation arrives
+                    handles = references.hold(rref, peer)
+                is_parked = references.park(rref, lambda: self._submit(self._resume, request, handles, parked))
+        finally:
+            if not is_parked:
+                self._parked.discard(parked)
+        return is_parked
 
-    def _resume(self, request: Request, _: object) -> None:
-        self.worker.server.resume(request)
+    def _resume(self, request: Request, _: object, parked: object) -> None:
+        try:
+            self.worker.server.resume(request)
+        finally:
+            self._parked.discard(parked)  # afterwards: a worker that leaves waits until the reply is sent
 
     def value_of(self, receiver: tuple[int, int]) -> Any:
         """Return the value of a reference, or raise the error of its creation."""
