@@ -1,14 +1,13 @@
 """Each example has a picture in docs/examples.md, drawn from what a run reports."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree as ET
 
 import draw_examples
 import pytest
+from example_helpers import import_module
 
 SVG = "{http://www.w3.org/2000/svg}"
 PAGE = (draw_examples.ROOT / "docs" / "examples.md").read_text()
@@ -20,13 +19,7 @@ each_example = pytest.mark.parametrize("name", sorted(draw_examples.programs()))
 def view_of(name: str) -> ModuleType:
     """Import a module of an example, which has no package."""
     path = draw_examples.ROOT / "examples" / name
-    spec = importlib.util.spec_from_file_location(f"view_of_{path.parent.name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return import_module(f"view_of_{path.parent.name}", path)
 
 
 def texts(svg: Path) -> set[str]:

@@ -1,6 +1,5 @@
 """The reinforcement-learning example: its arithmetic, and complete runs."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from example_helpers import import_module
 from torch.distributions import Categorical
 
 for package in ("gymnasium", "matplotlib", "rich"):
@@ -20,13 +20,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(scope="module")
 def policy() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rl_example_policy", EXAMPLE / "policy.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return import_module("rl_example_policy", EXAMPLE / "policy.py")
 
 
 def run_example(*args: str) -> subprocess.CompletedProcess[str]:

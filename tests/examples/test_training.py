@@ -1,6 +1,5 @@
 """Runs of the training examples, short in `make test`, full in `make test-slow`."""
 
-import importlib.util
 import io
 import os
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from example_helpers import import_module
 from free_ports import free_port
 
 for package in ("matplotlib", "rich", "sklearn"):
@@ -54,13 +54,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def view() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example_view", EXAMPLES / "common" / "view.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return import_module("example_view", EXAMPLES / "common" / "view.py")
 
 
 def signal_all(program: Program, number: signal.Signals) -> None:
