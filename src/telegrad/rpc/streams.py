@@ -30,7 +30,7 @@ def stream(
 ) -> Stream[T]:
     """Run a generator on another worker and return the stream of its items.
 
-    Returns at once; the first item takes as long as three to four calls. The callee produces further items while the
+    Returns at once; the first item takes as long as five to six calls. The callee produces further items while the
     caller uses the first ones, and stops when the caller is slow. An item arrives as the result of a call would:
     tensors are copies, which the caller owns, and a later change of an item by the generator does not affect it.
 
