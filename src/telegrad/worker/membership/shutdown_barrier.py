@@ -242,7 +242,7 @@ class GracefulShutdown:
         return stats["requests"], pending
 
     def _deferred(self) -> int:
-        """Return the number of requests with a deferred result, or with late inputs, and of waiting readers."""
+        """Return the number of requests that no thread runs, and of waiting readers."""
         worker = self._worker
         # A request for further items of a stream ends with the stream.
         requests = [each for each in worker.handlers.deferred_requests().values() if not is_internal(each.handler)]

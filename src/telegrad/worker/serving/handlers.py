@@ -124,7 +124,7 @@ class Handlers:
 
     @property
     def parked_requests(self) -> int:
-        """Return the number of requests that wait for their inputs, or run since these are ready."""
+        """Return the number of requests that wait for inputs, or run since then."""
         return len(self._parked)
 
     def deferred_requests(self) -> dict[tuple[int, int], DeferredRequest]:
