@@ -129,7 +129,7 @@ struct Connection {
 
   // Changed by a thread with the send_mutex, read by any.
   std::atomic<std::uint32_t> names_defined = 0;  // the number of names sent
-  std::atomic<std::uint64_t> progress = 0;       // grows whenever the link sends more of the queue
+  std::atomic<std::uint64_t> progress = 0;       // grows whenever the link becomes writable; leader only
   std::atomic<std::int64_t> unsent_replies = 0;  // bytes of replies in the queues,
   std::atomic<std::int64_t> large_reply = 0;     // and of the large one that is being sent
   std::atomic<std::int64_t> kept_bytes = 0;      // of messages in the queues that no thread waits for,

@@ -14,12 +14,26 @@ std::string seconds(Nanos time) {
   return text;
 }
 
+/// Returns a count that grows with anything that arrives.
+std::uint64_t life_of(const Connection& c) {
+  return c.link->received_bytes() + c.progress.load(std::memory_order_relaxed);
+}
+
 }  // namespace
 
 void Detector::add(Connection& c) {
   const bool remote = !c.link->source().empty();
-  const Nanos interval = remote ? parts_.settings.heartbeat : parts_.settings.local_heartbeat;
-  c.silence = Silence(interval);
+  c.silence = Silence(remote ? parts_.settings.heartbeat : parts_.settings.local_heartbeat);
+  observe(c);
+}
+
+void Detector::resume(Connection& c) {
+  observe(c);
+  c.silence.resume(life_of(c));
+}
+
+void Detector::observe(Connection& c) {
+  const Nanos interval = c.silence.interval();
   if (interval == 0) return;
   c.link->set_silence_limit(Silence::limit(interval));
   next_ = std::min(next_, now() + Silence::pause(interval));
@@ -36,8 +50,7 @@ Detector::Findings Detector::on_timer(Nanos at) {
       if (interval == 0) continue;
       next_ = std::min(next_, at + Silence::pause(interval));
       if (c->state != Connection::State::kOpen) continue;
-      const std::uint64_t life = c->link->received_bytes() + c->progress.load(std::memory_order_relaxed);
-      const Silence::Verdict verdict = c->silence.check(at, life, reads);
+      const Silence::Verdict verdict = c->silence.check(at, life_of(*c), reads);
       const bool again = verdict == Silence::Verdict::kPingAgain;
       if ((verdict == Silence::Verdict::kPing || again) && !c->resumption.is_suspended()) {
         findings.silent.push_back(c);

@@ -23,6 +23,8 @@ class Detector {
 
   /// Prepares the observation of a new connection.
   void add(Connection& c) REQUIRES(engine_mutex);
+  /// Continues the observation of a session on another connection. The link sends unanswered pings again.
+  void resume(Connection& c) REQUIRES(engine_mutex);
 
   /// Actions to take while the mutex is not held.
   struct Findings {
@@ -38,6 +40,8 @@ class Detector {
   Nanos time_of_loss(Nanos since, Nanos earliest) const;
 
  private:
+  void observe(Connection& c) REQUIRES(engine_mutex);
+
   EngineParts& parts_;
   Nanos next_ GUARDED_BY(engine_mutex) = kNever;
 };

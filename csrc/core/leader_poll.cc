@@ -167,7 +167,7 @@ bool Leader::poll_fds(int timeout_ms) {
     if (listener) parts_.peers.accept_from(*listener);
     if (!c) continue;
     if (lanes) c->link->poll_lanes();
-    if (lanes || events[i].events & EPOLLOUT) parts_.sender.flush(c);
+    if (lanes || events[i].events & EPOLLOUT) parts_.sender.on_writable(c);
     if (events[i].events & ~static_cast<std::uint32_t>(EPOLLOUT)) {
       if (read_from(c)) last_active_ = c;
     }
@@ -214,7 +214,7 @@ bool Leader::read_from(const ConnectionPtr& c) {
     parts_.peers.on_broken(c);
     return true;
   }
-  if (state == ReceiveState::kToSend) parts_.sender.flush(c);
+  if (state == ReceiveState::kToSend) parts_.sender.on_writable(c);
   if (arrivals.large) parts_.peers.open_lanes(c);
   if (arrivals_ == before) return false;
   if (!c->busy_polled) enable_busy_poll(c);

@@ -296,7 +296,7 @@ void Peers::resume_session(const ConnectionPtr& next) {
       connections_.erase(next->id);
       parts_.leader.add_fd(c->link->fd(), c->id);
       if (c->link->lanes_fd() >= 0) parts_.leader.add_fd(c->link->lanes_fd(), c->id | kLanesBit);
-      parts_.detector.add(*c);
+      parts_.detector.resume(*c);
       c->resumption.resume();
       c->broken = {};
       c->next_link.reset();

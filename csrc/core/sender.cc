@@ -155,6 +155,11 @@ void Sender::send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pe
   parts_.leader.notify_progress();
 }
 
+void Sender::on_writable(const ConnectionPtr& c) {
+  c->progress.fetch_add(1, std::memory_order_relaxed);
+  flush(c);
+}
+
 void Sender::flush(const ConnectionPtr& c) {
   std::vector<std::unique_ptr<Outgoing>> done;
   // A mutex is not fair: without this, a thread with a small message would wait until a large one has been sent.
@@ -165,7 +170,6 @@ void Sender::flush(const ConnectionPtr& c) {
     MutexLock lock(c->send_mutex);
     const bool buffered = c->link->flush() == SendState::kBlocked;
     bool waits_for_fd = !(buffered || c->link->sends_again()) || c->link->waits_for_fd();
-    c->progress.fetch_add(1, std::memory_order_relaxed);
     c->stalled.store(false, std::memory_order_relaxed);
     while (!buffered && !(c->queue.empty() && c->overtaking.empty())) {
       SendQueue& queue = next_queue(*c);

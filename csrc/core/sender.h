@@ -136,9 +136,11 @@ class Sender {
   /// Sends messages that waited for the connection and notifies their senders.
   void send_pending(const ConnectionPtr& c, std::deque<PendingMessage>& pending) REQUIRES(c->send_mutex)
       EXCLUDES(engine_mutex);
-  /// Sends queued messages after the link has become writable.
+  /// Sends queued messages after the link has become writable, because the peer has taken some.
+  void on_writable(const ConnectionPtr& c) EXCLUDES(engine_mutex);
+  /// Sends queued messages.
   void flush(const ConnectionPtr& c) EXCLUDES(engine_mutex);
-  /// Has the leader call `flush`, unless the session is suspended. Any thread.
+  /// Has the leader call `on_writable`, unless the session is suspended. Any thread.
   void flush_by_leader(const ConnectionPtr& c) EXCLUDES(engine_mutex);
 
   /// Checks whether a message belongs to an ended session of the peer; `id` is 0 for a one-way message. Returns true if

@@ -3,6 +3,7 @@
 // Anything that arrives from the peer counts as life, so a busy connection sends no pings. After half an interval of
 // silence the peer is sent a ping, and another one an interval later. It is lost once both have gone unanswered for an
 // interval. The observer judges itself first: it must have checked in time, and have read its own links since.
+// A handshake that continues the session on another connection is no sign of life: messages may be lost all the same.
 #pragma once
 
 #include <cstdint>
@@ -51,6 +52,9 @@ class Silence {
     if (!std::exchange(reading_, true)) reads_ = reads;
     return reads >= reads_ + kReadsBeforeLoss ? Verdict::kLost : Verdict::kRead;
   }
+
+  /// Records that another connection continues the session; `life`: including its handshake.
+  void resume(std::uint64_t life) { life_ = life; }
 
   Nanos interval() const { return interval_; }
   /// Returns since when the peer has been silent.

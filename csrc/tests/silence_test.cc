@@ -87,6 +87,18 @@ CASE(no_peer_is_lost_while_the_links_go_unread) {
   CHECK(o.check() == Verdict::kLost);
 }
 
+/// A connection may pass handshakes, and lose all messages.
+CASE(a_handshake_is_no_sign_of_life) {
+  Observer o;
+  o.check();
+  const Nanos start = o.now;
+  CHECK_EQ(o.until(Verdict::kPing, start), kInterval / 2);
+  o.silence.resume(o.life += 500);
+  CHECK_EQ(o.until(Verdict::kPingAgain, start), 3 * kInterval / 2);
+  o.silence.resume(o.life += 500);
+  CHECK_EQ(o.until(Verdict::kLost, start), 5 * kInterval / 2 + 2 * kPause);
+}
+
 CASE(without_an_interval_no_peer_is_lost) {
   Silence silence(0);
   for (int i = 0; i < 1000; ++i) {
