@@ -121,7 +121,11 @@ void Peers::on_proven(const ConnectionPtr& c) {
       step = decide(c, ended);
     }
     again = !ended.empty();
-    for (const ConnectionPtr& old : ended) close_connection(old, "its worker has connected again");
+    const std::uint64_t incarnation = c->handshake.peer().incarnation;
+    for (const ConnectionPtr& old : ended) {
+      const bool replaced = old->handshake.peer().incarnation < incarnation;
+      close_connection(old, replaced ? "a newer process has taken its name" : "its worker has connected again");
+    }
   }
   if (step) take_step(c, *step);
 }

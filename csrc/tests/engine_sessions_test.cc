@@ -140,6 +140,22 @@ CASE(an_older_process_is_refused) {
   CHECK_SAYS(zombie.wait_for_event(EventKind::kReplaced), "another worker has taken the name w1");
 }
 
+/// The error of a call to the older process tells what has happened to it.
+CASE(a_call_to_a_process_that_is_replaced_says_so) {
+  Worker a(0);
+  a.listen("unix");
+  Puppet older(1), newer(1);
+  newer.config.me.incarnation = 2077;
+  older.connect(a.address());
+  a.link_count.wait_for(1);
+  a.start(1, 0, {.tag = kHold, .body = "held"});
+  CHECK(older.receive().header.type == FrameType::kRequest);
+  newer.connect(a.address());
+  a.completion_count.wait_for(1);
+  CHECK(a.completions.at(0).status == CallStatus::kPeerLost);
+  CHECK_SAYS(a.completions.at(0).why, "a newer process has taken its name");
+}
+
 /// The newer process was lost; the older one does not count as its return.
 CASE(an_older_process_is_refused_after_the_loss_of_the_newer_one) {
   Worker a(0);
