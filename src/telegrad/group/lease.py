@@ -10,6 +10,7 @@ writes its own value again.
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from telegrad.errors import TelegradError
 from telegrad.group.group_store import GroupStore
@@ -80,6 +81,21 @@ def value_of(text: str | None, worker_id: int, incarnation: int | None, group: G
     return value if incarnation in (None, holder_of(value)) else NOT_RENEWED
 
 
+class MemberOfName(Protocol):
+    """Member that has the lease, as `telegrad.group.holder` observes it."""
+
+    is_alive: bool
+    outvoted: str
+
+    def has_ended(self, watch: Watch) -> bool: ...
+
+
+def _reason_to_wait(holder: MemberOfName | None) -> str:
+    if holder is None or not holder.outvoted:
+        return "its lease has not expired"
+    return f"its lease has expired, but the group, with {holder.outvoted}, has not lost it"
+
+
 class Lease:
     """Lease of this worker.
 
@@ -118,12 +134,13 @@ class Lease:
         self._count = 0
         self._held: str | None = None
 
-    def acquire(self, wait: Wait, describe: Callable[[], str]) -> None:
+    def acquire(self, wait: Wait, describe: Callable[[], str], holder: MemberOfName | None = None) -> None:
         """Take the lease, once its holder has ended.
 
         Args:
             wait: Limit and log lines of the wait for a holder that renews the lease no more.
             describe: Returns the name of the worker that has the lease.
+            holder: Member that may have the lease; None if the lease alone decides.
 
         Raises:
             Taken: The holder is alive.
@@ -132,17 +149,17 @@ class Lease:
         found = self._store.get(self._key)
         watch = Watch(self._timing, time.monotonic(), self._read(found))
         while True:
-            if self._holder_has_ended(watch):
+            if self._holder_has_ended(watch, holder):
                 self._held = mine = self._sealed(self._value())  # the reply may be lost
                 found = self._store.compare_set(self._key, found, mine, self._timing.lifetime)
                 if found == mine:
                     return
                 self._held = None
-            if watch.renewals or self._holder_runs(watch):
+            if watch.renewals or self._holder_runs(watch) or (holder is not None and holder.is_alive):
                 raise Taken(f"{describe()} is alive")
             if not wait.left:
                 raise NotExpired(f"the lease of {describe()} has not expired")
-            wait.step(lambda: (f"the end of {describe()}", "its lease has not expired"))
+            wait.step(lambda: (f"the end of {describe()}", _reason_to_wait(holder)))
             time.sleep(_POLL)
             found = self._store.get(self._key)
             watch.observe(time.monotonic(), self._read(found))
@@ -165,10 +182,12 @@ class Lease:
         process = process_of(watch.value)
         return process != self._process and fate_of(process) == RUNNING
 
-    def _holder_has_ended(self, watch: Watch) -> bool:
+    def _holder_has_ended(self, watch: Watch, holder: MemberOfName | None) -> bool:
         if name_of(watch.value) == self._name and holder_of(watch.value) <= self._ended:
             return True
-        return watch.has_expired(time.monotonic()) or fate_of(process_of(watch.value)) == GONE
+        if fate_of(process_of(watch.value)) == GONE:
+            return True
+        return watch.has_expired(time.monotonic()) if holder is None else holder.has_ended(watch)
 
     def renew(self) -> bool:
         """Renew the lease.

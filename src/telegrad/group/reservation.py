@@ -1,14 +1,17 @@
 """Reservation of an id and an incarnation in a group, before a worker joins it."""
 
 import secrets
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from telegrad.group.holder import Dial, Holder
 from telegrad.group.lease import Lease, NotExpired, Taken
 from telegrad.group.log import GroupLog
+from telegrad.group.records import Member
 from telegrad.options import Options
 from telegrad.protocols.leases import Timing
-from telegrad.protocols.membership import MAX_ID, Join, MembershipError, incarnation_of
+from telegrad.protocols.membership import MAX_ID, Event, Join, MembershipError, incarnation_of
 from telegrad.protocols.membership import Member as Seat
 from telegrad.types import WorkerInfo
 from telegrad.waits import Wait
@@ -28,7 +31,14 @@ class Reservation(NamedTuple):
     timing: Timing
 
 
-def reserve(log: GroupLog, name: str, rank: int, options: Options, wait: Wait) -> Reservation:
+def reserve(
+    log: GroupLog,
+    name: str,
+    rank: int,
+    options: Options,
+    wait: Wait,
+    dial: Callable[[Member], Dial] | None = None,
+) -> Reservation:
     """Reserve an id and an incarnation in a group. The group does not change.
 
     Args:
@@ -37,19 +47,21 @@ def reserve(log: GroupLog, name: str, rank: int, options: Options, wait: Wait) -
         rank: Id of the new worker; negative for the previous id of the name, or a new one.
         options: Options of the worker.
         wait: Wait for the lease of an earlier process of this name to expire.
+        dial: Begins to dial a member; None if the group has no member yet.
 
     Raises:
         RuntimeError: A live worker has the name or the rank, or the rank belongs to another name.
     """
     timing = Timing(options.member_lease)
     ordinal = log.store.add(f"incarnations/{name}", 1)
-    newcomer = _Newcomer(log, name, incarnation_of(ordinal, secrets.randbits(32)), timing, wait)
+    newcomer = _Newcomer(log, name, incarnation_of(ordinal, secrets.randbits(32)), timing, wait, dial)
     namesake = log.view.by_name(name)
     known = rank if rank >= 0 else namesake.id if namesake is not None else _last_id(log, name)
     if known is not None:
         log.view.check(Join(Seat(name, known, newcomer.incarnation), log.view.world_size))
         if namesake is not None and namesake.id != known:
-            require_end(log, namesake, known, timing, wait)
+            assert dial is not None
+            require_end(log, namesake, known, timing, wait, dial)
         return newcomer.take(known)
     while True:
         number = log.store.add("ids", 1) - 1
@@ -75,6 +87,7 @@ class _Newcomer(NamedTuple):
     incarnation: int
     timing: Timing
     wait: Wait
+    dial: Callable[[Member], Dial] | None
 
     def take(self, number: int) -> Reservation:
         """Take the lease of an id, and then the id.
@@ -89,8 +102,9 @@ class _Newcomer(NamedTuple):
         least = 0 if seat is None else seat.incarnation
         ended = 0 if log.view.by_name(name) is not None else log.view.latest.get(name, 0)
         lease = _lease(log, number, name, self.incarnation, self.timing, least, ended)
+        holder = None if seat is None or self.dial is None else Holder(log, name, self.timing, self.dial)
         try:
-            lease.acquire(self.wait, lambda: f"worker {log.store.get(key) or name} (rank {number})")
+            lease.acquire(self.wait, lambda: f"worker {log.store.get(key) or name} (rank {number})", holder)
             owner = None
             while (owner := log.store.compare_set(key, owner, name)) != name:
                 pass  # it never joined, and has ended
@@ -99,18 +113,34 @@ class _Newcomer(NamedTuple):
         except Taken as e:
             owner = log.store.get(key) or name
             does = "is in the group already" if owner == name else "joins it"
-            why = (
-                f"its process has ended at most {self.timing.lifetime:g} s (member_lease) ago, or is alive, and the"
-                f" wait ended after {self.wait.timeout:g} s (rpc_timeout). Join again later, or wait for longer"
-                if isinstance(e, NotExpired)
-                else "its process is alive. Give each worker a name and a rank of its own"
-            )
+            why = _why_taken(e, holder, self.timing, self.wait)
             raise _IdTaken(f"rank {number} is taken by worker {owner}, which {does}: {why}.") from None
         except BaseException:
             with suppress(RuntimeError):  # the store may have ended
                 lease.release()
             raise
+        finally:
+            if holder is not None:
+                holder.close()
         return Reservation(WorkerInfo(name, number), self.incarnation, lease, self.timing)
+
+
+def _why_taken(error: Taken, holder: Holder | None, timing: Timing, wait: Wait) -> str:
+    if not isinstance(error, NotExpired):
+        return "its process is alive. Give each worker a name and a rank of its own"
+    if holder is not None and holder.outvoted:
+        return _awaited_loss(holder, wait)
+    return (
+        f"its process has ended at most {timing.lifetime:g} s (member_lease) ago, or is alive, and the wait ended after"
+        f" {wait.timeout:g} s (rpc_timeout). Join again later, or wait for longer"
+    )
+
+
+def _awaited_loss(holder: Holder, wait: Wait) -> str:
+    return (
+        f"its process does not answer this worker, but the group, with {holder.outvoted}, has not lost it, and the wait"
+        f" for that ended after {wait.timeout:g} s (rpc_timeout). Check the network between both, or join again later"
+    )
 
 
 def _lease(
@@ -120,7 +150,15 @@ def _lease(
     return Lease(log.store, log.group, number, name, incarnation, timing, least, ended)
 
 
-def require_end(log: GroupLog, namesake: Seat, number: int, timing: Timing, wait: Wait) -> None:
+def require_end(
+    log: GroupLog,
+    namesake: Seat,
+    number: int,
+    timing: Timing,
+    wait: Wait,
+    dial: Callable[[Member], Dial],
+    on_events: Callable[[Sequence[Event]], object] = lambda _: None,
+) -> None:
     """Take the lease of a namesake with another id, to establish that it has ended.
 
     Args:
@@ -129,18 +167,24 @@ def require_end(log: GroupLog, namesake: Seat, number: int, timing: Timing, wait
         number: Id of the new worker.
         timing: Times of the leases of the group.
         wait: Wait for the lease to expire.
+        dial: Begins to dial a member.
+        on_events: Called with the effects of entries of the log that are read meanwhile.
 
     Raises:
         MembershipError: The namesake is alive.
     """
     lease = _lease(log, namesake.id, namesake.name, 0, timing, namesake.incarnation)
+    holder = Holder(log, namesake.name, timing, dial, on_events)
     try:
-        lease.acquire(wait, lambda: f"worker {namesake.name}")
+        lease.acquire(wait, lambda: f"worker {namesake.name}", holder)
     except Taken:
         first, second = sorted((namesake.id, number))
+        why = f" Of worker {namesake.id}: {_awaited_loss(holder, wait)}." if holder.outvoted else ""
         raise MembershipError(
-            f"RPC worker name {namesake.name} is not unique. Workers {first} and {second} share the same name."
+            f"RPC worker name {namesake.name} is not unique. Workers {first} and {second} share the same name.{why}"
         ) from None
+    finally:
+        holder.close()
     lease.release()
 
 

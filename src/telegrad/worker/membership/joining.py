@@ -9,7 +9,9 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from telegrad.errors import TelegradError, WorkerLost
 from telegrad.group.group_store import group_store_of
@@ -30,6 +32,7 @@ from telegrad.worker.autograd_hooks import WorkerPlugins
 from telegrad.worker.calls.future import CallFuture
 from telegrad.worker.calls.interceptors import internal
 from telegrad.worker.membership.events import GroupEvents
+from telegrad.worker.membership.holder_dial import HolderDial
 from telegrad.worker.membership.service import DRAINED, MembershipService
 from telegrad.worker.worker import Worker
 
@@ -70,7 +73,7 @@ def join_dynamic(
     log = GroupLog(group_store_of(store), group, None)
     log.load()
     wait = Wait(f"{name}{f' (rank {rank})' if rank >= 0 else ''}", timeout)
-    reservation = reserve(log, name, rank, options, wait)
+    reservation = reserve(log, name, rank, options, wait, partial(HolderDial, group=group, options=options))
     worker, service = create_worker(reservation, log, group, options, store_at, plugins)
     worker.static = False
     _enter(worker, service, store, worker.member)
@@ -106,7 +109,8 @@ def rejoin_static(
     """
     log = GroupLog(group_store_of(store), group, len(founders))
     log.load(founders)
-    reservation = reserve(log, info.name, info.id, options, wait)
+    dial = partial(HolderDial, group=group, options=options)
+    reservation = reserve(log, info.name, info.id, options, wait, dial)
     if group.shared_secret:
         reservation.lease.release()
         raise TelegradError(
@@ -199,6 +203,7 @@ def commit(worker: Worker, service: MembershipService, member: Member) -> None:
     log = service.log
     join = Join(seat_of(member), log.view.world_size)
     reach = _Reach(worker, service)
+    dial = partial(HolderDial, group=worker.group, options=worker.options)
     while True:
         log.view.check(join)
         if log.view.is_superseded(join.member):
@@ -209,9 +214,12 @@ def commit(worker: Worker, service: MembershipService, member: Member) -> None:
         written, events = log.append(join)
         if written:
             break
-        for event in (*events, *log.refresh()):  # another worker was faster
+        news = deque([*events, *log.refresh()])  # another worker was faster
+        while news:
+            event = news.popleft()
             if isinstance(event, Joined) and event.member.name == member.name and event.member.id != member.id:
-                require_end(log, event.member, member.id, service.timing, Wait(member.name, service.timing.lifetime))
+                wait = Wait(member.name, service.timing.lifetime)
+                require_end(log, event.member, member.id, service.timing, wait, dial, news.extend)
             if not isinstance(event, Joined):
                 reach.newcomer.drop(event.member.id)
                 worker.members.retire(event.member.id)
