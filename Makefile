@@ -61,7 +61,7 @@ FUZZ_SECONDS ?= 600
 fuzz: $(READY) ## FUZZ_SECONDS=600 of each fuzzer of the core; ARGS="codec frames" selects some; see csrc/fuzz
 	tools/fuzz.sh $(VENV) $(BUILD)/fuzz $(FUZZ_SECONDS) $(ARGS)
 
-mutants: $(READY) ## take rules out of the sources, one by one: a test must fail; ARGS="NAME ..." for some of csrc/tests/mutants.toml and tests/mutants.toml
+mutants: $(READY) ## take rules out of the sources, one by one: a test must fail; ARGS="NAME ..." for some of the tables mutants.toml
 	$(PY) tools/mutants.py $(VENV) $(BUILD)/mutants $(ARGS)
 
 MINUTES ?= 30

@@ -1,8 +1,8 @@
 """Takes rules out of the sources, one at a time, and checks that a test fails.
 
-Called as mutants.py VENV BUILD_FOLDER [NAMES]. `csrc/tests/mutants.toml` has rules of the core, `tests/mutants.toml`
-rules in Python. The sources are copied, so the tree does not change. Exits with 1 if a mutant survives, or does not
-compile.
+Called as mutants.py VENV BUILD_FOLDER [NAMES]. `csrc/tests/mutants.toml` has rules of the core, `csrc/python/mutants.toml`
+rules of the bindings, and `tests/mutants.toml` rules in Python. The sources are copied, so the tree does not change.
+Exits with 1 if a mutant survives, or does not compile.
 """
 
 import os
@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -32,6 +32,7 @@ class Mutant(NamedTuple):
 class Suite(Protocol):
     """Sources with their tests."""
 
+    name: str
     table: str
     sources: str
 
@@ -46,6 +47,37 @@ class Suite(Protocol):
         """
 
 
+class CMake:
+    """Build folder of a tree, without optimization.
+
+    Args:
+        venv: Environment with the build tools.
+        tree: Sources.
+        parts: Definitions of CMake: what to build.
+    """
+
+    def __init__(self, venv: Path, tree: Path, *parts: str) -> None:
+        self.folder = tree / "build"
+        self._env = os.environ | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
+        if not (self.folder / "build.ninja").exists():
+            kind = ("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0")
+            found = (f"-DCMAKE_PREFIX_PATH={venv}", f"-DPython_EXECUTABLE={venv / 'bin/python'}")
+            self._run("cmake", "-S", tree, "-B", self.folder, "-G", "Ninja", *kind, *parts, *found)
+
+    def build(self, targets: set[str]) -> None:
+        """Build targets.
+
+        Raises:
+            RuntimeError: The sources do not compile.
+        """
+        self._run("cmake", "--build", self.folder, "--target", *sorted(targets))
+
+    def _run(self, *command: object) -> None:
+        done = subprocess.run(list(map(str, command)), env=self._env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stdout + done.stderr)
+
+
 class Core:
     """The core in C++, built without optimization.
 
@@ -53,34 +85,21 @@ class Core:
         venv: Environment with the build tools.
     """
 
+    name = "core"
     table = "csrc/tests/mutants.toml"
     sources = "csrc"
 
     def __init__(self, venv: Path) -> None:
         self._venv = venv
-        self._env = os.environ | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
 
     def prepare(self, tree: Path, mutants: Sequence[Mutant]) -> None:
         copy(tree, ("CMakeLists.txt", "pyproject.toml", "cmake", "csrc"))
-        self._folder = tree / "build"
-        if not (self._folder / "build.ninja").exists():
-            kind = ("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0")
-            parts = ("-DTELEGRAD_BUILD_PYTHON=OFF", "-DTELEGRAD_BUILD_TESTS=ON")
-            found = (f"-DCMAKE_PREFIX_PATH={self._venv}", f"-DPython_EXECUTABLE={self._venv / 'bin/python'}")
-            self._run("cmake", "-S", tree, "-B", self._folder, "-G", "Ninja", *kind, *parts, *found)
-        self._build({mutant.test for mutant in mutants})
+        self._cmake = CMake(self._venv, tree, "-DTELEGRAD_BUILD_PYTHON=OFF", "-DTELEGRAD_BUILD_TESTS=ON")
+        self._cmake.build({mutant.test for mutant in mutants})
 
     def ends(self, mutant: Mutant) -> str:
-        self._build({mutant.test})
-        return ending([str(self._folder / mutant.test), *([mutant.case] if mutant.case else [])], self._env)
-
-    def _build(self, tests: set[str]) -> None:
-        self._run("cmake", "--build", self._folder, "--target", *sorted(tests))
-
-    def _run(self, *command: object) -> None:
-        done = subprocess.run(list(map(str, command)), env=self._env, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stdout + done.stderr)
+        self._cmake.build({mutant.test})
+        return ending([str(self._cmake.folder / mutant.test), *([mutant.case] if mutant.case else [])], dict(os.environ))
 
 
 class Python:
@@ -92,6 +111,7 @@ class Python:
         venv: Environment with the packages that the tests need.
     """
 
+    name = "python"
     table = "tests/mutants.toml"
     sources = "src/telegrad"
 
@@ -109,6 +129,25 @@ class Python:
     def ends(self, mutant: Mutant) -> str:
         command = [str(self._tree / "venv/bin/python"), "-m", "pytest", "-q", "-x", f"tests/{mutant.test}"]
         return ending([*command, *(["-k", mutant.case] if mutant.case else [])], dict(os.environ), self._tree)
+
+
+class Bindings(Python):
+    """The bindings in C++, under the tests in Python."""
+
+    name = "bindings"
+    table = "csrc/python/mutants.toml"
+    sources = "csrc/python"
+
+    def prepare(self, tree: Path, mutants: Sequence[Mutant]) -> None:
+        copy(tree, ("CMakeLists.txt", "cmake", "csrc"))
+        super().prepare(tree, mutants)
+        self._cmake = CMake(self._venv, tree)
+
+    def ends(self, mutant: Mutant) -> str:
+        self._cmake.build({"_core"})
+        for module in self._cmake.folder.glob("_core.*.so"):
+            shutil.copyfile(module, self._tree / "src/telegrad" / module.name)
+        return super().ends(mutant)
 
 
 def ending(command: Sequence[str], env: dict[str, str], folder: Path | None = None) -> str:
@@ -172,15 +211,18 @@ def survivors(suite: Suite, tree: Path, mutants: Sequence[Mutant]) -> tuple[int,
     return alive, len(failed)
 
 
+SUITES: tuple[Callable[[Path], Suite], ...] = (Core, Bindings, Python)
+
+
 def main() -> int:
     venv, folder, *names = sys.argv[1:]
     alive = broken = count = 0
-    suites: tuple[Suite, ...] = (Core(Path(venv).resolve()), Python(Path(venv).resolve()))
-    for suite in suites:
+    for make in SUITES:
+        suite = make(Path(venv).resolve())
         mutants = [m for m in load(suite) if not names or m.name in names]
         if mutants:
             count += len(mutants)
-            found = survivors(suite, Path(folder).resolve() / suite.sources.partition("/")[0], mutants)
+            found = survivors(suite, Path(folder).resolve() / suite.name, mutants)
             alive, broken = alive + found[0], broken + found[1]
     print(f"{count - alive} of {count} mutants are killed")
     return 1 if alive or broken else 0

@@ -5,7 +5,7 @@ from pathlib import Path
 import mutants
 import pytest
 
-SUITES: dict[str, mutants.Suite] = {"core": mutants.Core(Path()), "python": mutants.Python(Path())}
+SUITES = {suite.name: suite for suite in (make(Path()) for make in mutants.SUITES)}
 
 
 @pytest.mark.parametrize("name", SUITES)
