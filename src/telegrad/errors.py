@@ -237,8 +237,8 @@ class WorkerLost(TelegradError):
     Args:
         name: The callee's name.
         why: Reason, for example ``"connection closed by peer (process 4711 died)"``.
-        incarnation: The newest process of this name that was known when the error was made; 0 if none. Of two
-            processes, the later one has the greater number.
+        incarnation: The process that was lost, not one that has replaced it; 0 if it was never known. Of two processes
+            of one name, the later one has the greater number.
 
     Example::
 

@@ -90,7 +90,18 @@ class Context:
     """
 
     __slots__ = (
-        *("ended", "gradients", "id", "lock", "lost_sends", "lost_worker", "min_live_pass", "passes", "receipts"),
+        *(
+            "ended",
+            "gradients",
+            "id",
+            "lock",
+            "lost_incarnation",
+            "lost_sends",
+            "lost_worker",
+            "min_live_pass",
+            "passes",
+            "receipts",
+        ),
         *("requests_received", "requests_sent", "sends", "sent_in"),
     )
 
@@ -107,8 +118,13 @@ class Context:
         """An ended context records no tensors and begins no pass."""
         self.lost_worker: int | None = None
         """Id of a worker, if its loss has ended the context. The root may still need what would be recorded here."""
-        self.lost_sends: dict[int, str] = {}
-        """Messages without a record since a loss -> name of the lost worker. Their gradients may still arrive."""
+        self.lost_incarnation: int = 0
+        """Incarnation of `lost_worker`; 0 if it is not known."""
+        self.lost_sends: dict[int, tuple[str, int]] = {}
+        """Messages without a record since a loss -> name and incarnation of the lost worker.
+
+        Their gradients may still arrive.
+        """
         self.lock: threading.Lock = threading.Lock()
         self.requests_sent: dict[int, int] = {}
         """Worker id -> requests sent to it in this context. These workers are notified when the context ends."""
@@ -125,5 +141,7 @@ class Context:
         """Return the error of a gradient for a message without a record."""
         lost = self.lost_sends.get(message)
         if lost is not None:
-            return WorkerLost(lost, f"so the records of its messages in autograd context {self.id} are gone")
+            name, incarnation = lost
+            why = f"so the records of its messages in autograd context {self.id} are gone"
+            return WorkerLost(name, why, incarnation)
         return UnknownSend(message, "no record at this worker, or was sent after backward began")

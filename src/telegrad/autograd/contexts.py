@@ -57,6 +57,7 @@ class Contexts:
         is_open: Returns whether the session of a connection has not ended.
         warning: Warning about many contexts.
         name_of: Returns the name of a worker, for errors.
+        last_lost: Returns the incarnation of a worker's last ended process, for errors.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Contexts:
         is_open: Callable[[int], bool],
         warning: SizeWarning | None = None,
         name_of: Callable[[int], str] = str,
+        last_lost: Callable[[int], int] = lambda _: 0,
     ) -> None:
         self.worker_id = worker_id
         self.table: dict[int, Context] = {}
@@ -84,6 +86,7 @@ class Contexts:
         self._is_open = is_open
         self._warning = warning
         self._name_of = name_of
+        self._last_lost = last_lost
         self._closed = False
         self._lock = threading.Lock()
         base = worker_id << ID_BITS
@@ -158,6 +161,7 @@ class Contexts:
             if self.table.pop(context.id, None) is None:
                 return
             context.lost_worker = lost_worker
+            context.lost_incarnation = 0 if lost_worker is None else self._last_lost(lost_worker)
             if context.requests_received and context.id >> ID_BITS != self.worker_id:
                 self._add_tombstone(context.id, {peer: -count for peer, count in context.requests_received.items()})
             if lost_worker is not None and context.id in self.tombstones:
@@ -195,6 +199,7 @@ class Contexts:
             if lost_worker is not None:
                 broken = context or Context(context_id)
                 broken.lost_worker, broken.ended = lost_worker, context is None
+                broken.lost_incarnation = self._last_lost(lost_worker)
                 self.broken[context_id] = broken
             self._adjust(context_id, tombstone, peer, requests)
         if context is not None:
@@ -207,7 +212,8 @@ class Contexts:
             requests_sent, context.requests_sent = context.requests_sent, {}
             sent_in, context.sent_in = context.sent_in, {}
             if context.lost_worker is not None:
-                context.lost_sends.update(dict.fromkeys(context.sends, self._name_of(context.lost_worker)))
+                lost = self._name_of(context.lost_worker), context.lost_incarnation
+                context.lost_sends.update(dict.fromkeys(context.sends, lost))
             freed = context.sends, context.receipts, context.gradients
             context.sends, context.receipts, context.gradients = {}, {}, {}
         self._on_end(context, why)
@@ -267,7 +273,8 @@ class Contexts:
                 self._begin_epoch(context, peer, epoch)
                 # A request may have been made since the next epoch began: it will be sent.
                 messages = [m for m, sent in context.sends.items() if sent.peer == peer and sent.epoch < epoch]
-                context.lost_sends.update(dict.fromkeys(messages, self._name_of(peer)))
+                lost = self._name_of(peer), self._last_lost(peer)
+                context.lost_sends.update(dict.fromkeys(messages, lost))
                 dropped = [context.sends.pop(message) for message in messages]
             del dropped
         self.plain.release_for({peer}, epoch)
@@ -352,7 +359,7 @@ class Contexts:
         """Return the error of a context that a loss has ended."""
         root, lost = (self._name_of(worker) for worker in (context.id >> ID_BITS, context.lost_worker or 0))
         why = f"so autograd context {context.id} of worker {root} has ended on worker {self._name_of(self.worker_id)}"
-        return WorkerLost(lost, why)
+        return WorkerLost(lost, why, context.lost_incarnation)
 
     @staticmethod
     def _count(context: Context, peer: int, epoch: int) -> None:

@@ -44,6 +44,7 @@ class Autograd:
             worker.is_open,
             SizeWarning(worker.info.name, "autograd contexts", "warn_contexts", worker.options.warn_contexts),
             worker.members.name_of,
+            worker.members.last_lost,
         )
         self.passes: BackwardManager = BackwardManager(worker, self.contexts, first_id)
         self.plain: PlainContext = self.contexts.plain

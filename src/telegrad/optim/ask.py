@@ -131,8 +131,10 @@ class _Ended:
     """Call that has ended, or that could not be started."""
 
     def __init__(self, worker: Worker, to: int, value: object = None, error: Exception | None = None) -> None:
-        left = isinstance(error, UnknownWorker)
-        self._error = WorkerLost(worker.members.name_of(to), SHUT_DOWN) if left else error
+        if isinstance(error, UnknownWorker):  # it has left
+            members = worker.members
+            error = WorkerLost(members.name_of(to), SHUT_DOWN, members.last_lost(to))
+        self._error = error
         self._value = value
 
     def wait(self) -> Any:

@@ -294,7 +294,8 @@ def _follow(call: _Call, op: Operation, value: object) -> dict[str, Any] | None:
         if gathering.newest(op.id.key)[leader] == process:
             return None
         if op.is_confirmed:
-            raise LostWhileGathering({leader}, "another process has its name", worker.members.incarnation_of(leader_id))
+            lost = worker.members.process_of(leader_id, process)
+            raise LostWhileGathering({leader}, "another process has its name", lost)
         return {}
 
     try:

@@ -105,7 +105,7 @@ def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
     limit = seconds_of(worker, timeout)
     until = math.inf if limit is None else time.monotonic() + limit
     changed = threading.Event()
-    gone: list[str] = []
+    gone: list[tuple[str, int]] = []
     silence: list[str] = []
     read: Operation[str | None] | None = None
 
@@ -125,7 +125,7 @@ def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
         service.refresh()
         if of == name and service.log.view.has(number, incarnation):
             return int(number)
-        gone[:] = [owner]
+        gone[:] = [(owner, incarnation)]
         return None
 
     try:
@@ -136,7 +136,8 @@ def get_service(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
             )
     except TimeoutError:
         if gone:
-            raise WorkerLost(gone[0], f"it had registered the service {name}, which is gone with it") from None
+            owner, lost = gone[0]
+            raise WorkerLost(owner, f"it had registered the service {name}, which is gone with it", lost) from None
         raise
     if number == worker.info.id:
         return _registered(name)

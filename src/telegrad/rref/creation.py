@@ -13,6 +13,7 @@ from telegrad.worker import Worker
 from telegrad.worker.calls.callables import is_scripted
 from telegrad.worker.calls.client import Completion
 from telegrad.worker.calls.future import CallFuture
+from telegrad.worker.losses import LossReason
 from telegrad.worker.unread_failures import Failure
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class PendingCreation:
         if isinstance(error, RpcTimeout):
             references.create_failed(rref, error, may_exist=True)  # the request is sent in any case
         elif isinstance(error, WorkerLost):
-            references.create_lost(rref, error.why)
+            references.create_lost(rref, LossReason(error.why, error.incarnation))
         elif error is not None:
             references.create_failed(rref, error, may_exist=False)
         references.finish_creation(self, error is None)

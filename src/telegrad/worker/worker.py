@@ -103,7 +103,7 @@ class Worker(MemberChanges):
         self.waiting_readers: list[Callable[[], int]] = []  # counts of threads and tasks that a shutdown waits for
         self.on_close: list[Callable[[], object]] = []  # called once the engine has stopped
         self.on_fork: list[Callable[[], object]] = []  # called in a forked child
-        self.members: Members = Members(info, self._read_store)
+        self.members: Members = Members(info, self._read_store, self.incarnation)
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None  # the thread in `close`
         self._close_done = threading.Event()  # set once closed and all waits for threads have ended
@@ -139,7 +139,7 @@ class Worker(MemberChanges):
             info.id,
             first_id,
             self.members.name_of,
-            self.members.incarnation_of,
+            self.members.lost_incarnation,
             self._send_reference_message,
             lambda: self.engine.request_callback(_RELEASE_DELAY),
             lambda rref, owner, fork: plugins.rref_type.of(self, rref, owner, fork),
@@ -166,7 +166,7 @@ class Worker(MemberChanges):
             self.messages,
             self.members.resolve,
             self.members.name_of,
-            self.members.incarnation_of,
+            self.members.lost_incarnation,
             info.id,
             self.members.by_key,
             options.rpc_timeout,

@@ -80,7 +80,7 @@ class BackwardPass:
         finished: Called once, at the root only, when the pass is over, with None or the error that `backward` raises.
             All gradients are then in the contexts of their workers.
         name_of: Returns the name of a worker, for errors.
-        incarnation_of: Returns the newest known incarnation of a worker, for errors.
+        lost_incarnation: Returns the incarnation that a worker's loss is about, for errors.
         gate: Permission to load pickles, for errors.
     """
 
@@ -103,7 +103,7 @@ class BackwardPass:
         send: Callable[[tuple[int, WireMessage]], None],
         finished: Callable[[BaseException | None], None],
         name_of: Callable[[int], str] = str,
-        incarnation_of: Callable[[int], int] = lambda _: 0,
+        lost_incarnation: Callable[[int, str], int] = lambda *_: 0,
         gate: PickleGate = OPEN,
     ) -> None:
         self._number = number
@@ -111,7 +111,7 @@ class BackwardPass:
         self._context = context
         self._send = send
         self._finished = finished
-        self._name_of, self._incarnation_of, self._gate = name_of, incarnation_of, gate
+        self._name_of, self._lost_incarnation, self._gate = name_of, lost_incarnation, gate
         self._root = root_worker
         self._stages: StageRunner | PlainStages = (
             PlainStages(context) if isinstance(context, PlainContext) else StageRunner(context)
@@ -432,7 +432,7 @@ class BackwardPass:
 
     def _unpack_error(self, why: Reason) -> BaseException:
         """Return the error that `backward` raises."""
-        return unpack_error(why, self._worker.id, self._cause, self._name_of, self._incarnation_of, self._gate)
+        return unpack_error(why, self._worker.id, self._cause, self._name_of, self._lost_incarnation, self._gate)
 
 
 def _layout_of(layout: Layout, _: Sequence[int]) -> Layout:

@@ -26,7 +26,7 @@ def unpack_error(
     worker_id: int,
     cause: BaseException | None,
     name_of: Callable[[int], str],
-    incarnation_of: Callable[[int], int],
+    lost_incarnation: Callable[[int, str], int],
     gate: PickleGate,
 ) -> BaseException:
     """Return the error that `backward` raises.
@@ -36,7 +36,7 @@ def unpack_error(
         worker_id: This worker, the root.
         cause: Cause of an error of this worker that a message has caused.
         name_of: Returns the name of a worker.
-        incarnation_of: Returns the newest known incarnation of a worker.
+        lost_incarnation: Returns the incarnation that a worker's loss is about, by the id and the reason.
         gate: Permission to load pickles.
     """
     if isinstance(why, BaseException):
@@ -45,7 +45,7 @@ def unpack_error(
         return RuntimeError(why)
     if len(why) == 2:
         peer, reason = why
-        return WorkerLost(name_of(peer), reason, incarnation_of(peer))
+        return WorkerLost(name_of(peer), reason, lost_incarnation(peer, reason))
     worker, packed, text = why
     error = unpack_exception(packed, gate)
     if cause is not None and worker == worker_id:

@@ -113,7 +113,7 @@ class PassTask:
             self._to_send.append,
             self.result.set,
             worker.members.name_of,
-            worker.members.incarnation_of,
+            worker.members.lost_incarnation,
             worker.messages.gate,
         )
 

@@ -71,7 +71,7 @@ class Calls:
         messages: Encodes and decodes messages.
         resolve_worker: Returns a worker by name, id or info, or raises.
         name_of: Returns a worker's name by its id.
-        incarnation_of: Returns a worker's newest known incarnation.
+        lost_incarnation: Returns the incarnation that a worker's loss is about, by the id and the reason.
         worker_id: Id of this worker.
         infos: Workers by name and by id; the worker updates it.
         default_timeout: Timeout in seconds; 0 for none.
@@ -84,7 +84,7 @@ class Calls:
         messages: Messages,
         resolve_worker: Callable[[object], WorkerInfo],
         name_of: Callable[[int], str],
-        incarnation_of: Callable[[int], int],
+        lost_incarnation: Callable[[int, str], int],
         worker_id: int,
         infos: dict[str | int, WorkerInfo],
         default_timeout: float,
@@ -93,7 +93,7 @@ class Calls:
         self.engine = engine
         self.messages = messages
         self.name_of = name_of
-        self._incarnation_of = incarnation_of
+        self._lost_incarnation = lost_incarnation
         self.worker_id = worker_id
         self.peers: dict[str | int, WorkerInfo] = infos
         self.default_timeout: int = nanoseconds(default_timeout)  # the program may change it
@@ -336,7 +336,7 @@ class Calls:
         text = self._text_of(call)
         if body[0] == LeftOut.BROKEN:
             why = bytes(body)[1:].decode(errors="replace")
-            return WorkerLost(self.name_of(peer), f"{text}: {why}", self._incarnation_of(peer))
+            return WorkerLost(self.name_of(peer), f"{text}: {why}", self._lost_incarnation(peer, why))
         return error_of(body, f"the result of {text}" if is_value else text, timeout)
 
     def _error_without_reply(self, status: int, why: str, loss: int, call: CallSummary) -> TelegradError:
@@ -351,7 +351,8 @@ class Calls:
             return NotInitialized.closed(f"{text} was pending when this worker shut down. {self.fenced}".rstrip())
         if status in (Status.TOO_LARGE, Status.OVERLOADED):
             return not_sent(status, text, why)
-        lost = WorkerLost(self.name_of(peer), why or "no connection", self._incarnation_of(peer))
+        why = why or "no connection"
+        lost = WorkerLost(self.name_of(peer), why, self._lost_incarnation(peer, why))
         lost._loss = loss
         return lost
 

@@ -152,6 +152,8 @@ class RetryingCall:
         self.text: str = f"{name_of(function)} on {info.name}"
         self._worker = worker
         self.callee: str = info.name
+        self._callee_id = info.id
+        self._process = worker.members.last_lost(info.id)  # the group may forget a worker that has left
         self._function = function
         self._args = args
         self._kwargs = kwargs
@@ -279,7 +281,8 @@ class RetryingCall:
         except WorkerLost as error:
             self._on_error(error)
         except UnknownWorker as error:  # it has left, and may come back under its name
-            lost = WorkerLost(self.callee, "it has left the group")
+            process = self._worker.members.last_lost(self._callee_id) or self._process
+            lost = WorkerLost(self.callee, "it has left the group", process)
             lost.__cause__ = error
             self._on_error(lost)
         except BaseException as error:

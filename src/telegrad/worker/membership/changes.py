@@ -9,6 +9,7 @@ from telegrad.types import WorkerInfo
 from telegrad.worker import lifecycle_log
 from telegrad.worker.autograd_hooks import AutogradHooks
 from telegrad.worker.closed import AnyEngine
+from telegrad.worker.losses import LossReason
 from telegrad.worker.membership.members import Members
 from telegrad.worker.membership.service import MembershipService
 from telegrad.worker.membership.shutdown_barrier import GracefulShutdown
@@ -59,9 +60,10 @@ class MemberChanges:
         member = self.members.get(worker_id)
         incarnation = self.members.connected.get(worker_id, 0 if member is None else member.incarnation)
         self.remembered_runs.forget_caller(incarnation)
+        self.members.losses.record(worker_id, incarnation, reason)
         self.members.retire(worker_id, reason)
         self.engine.disconnect(worker_id, reason, incarnation)
-        self._release_peer(worker_id, reason, gone=True)
+        self._release_peer(worker_id, LossReason(reason, incarnation), gone=True)
         lifecycle_log.peer_left(self, worker_id, reason)
         self.members.mark_lost(worker_id, incarnation, reason, departed=True)
         self.members.notify()
@@ -69,6 +71,7 @@ class MemberChanges:
     def lose_member(self, worker_id: int, incarnation: int, reason: str) -> None:
         """Remove a worker that the group has lost. A static group keeps its name."""
         self.remembered_runs.forget_caller(incarnation)
+        self.members.losses.record(worker_id, incarnation, reason)
         if not self.static:
             self.members.retire(worker_id, reason)
         self.engine.remove_peer(worker_id, reason, incarnation)
@@ -78,7 +81,7 @@ class MemberChanges:
                 lifecycle_log.lost(self, worker_id, reason)
                 self.members.mark_lost(worker_id, incarnation, reason, departed=False)
             # Also if its session has ended before: messages have waited for another one, and will not be sent.
-            self._release_peer(worker_id, reason, gone=True)
+            self._release_peer(worker_id, LossReason(reason, incarnation), gone=True)
             if not known:
                 self.shutdown.peer_gone(worker_id, False)
         self.members.notify()
@@ -103,7 +106,7 @@ class MemberChanges:
         again = peer in self.members.lost
         gone = departed or again  # else messages to it may begin another session
         if not self.members.mark_lost(peer, incarnation, reason, departed):
-            self._release_peer(peer, reason, gone=False)
+            self._release_peer(peer, LossReason(reason, incarnation), gone=False)
             return
         if departed:
             self.remembered_runs.forget_caller(incarnation)
@@ -112,7 +115,8 @@ class MemberChanges:
         else:
             lifecycle_log.lost(self, peer, reason, again)
         # While this worker leaves, references that a departed peer still holds are reported as leaks.
-        self._release_peer(peer, reason, gone, keep_references=self.shutdown.is_leaving and departed)
+        why = LossReason(reason, incarnation)
+        self._release_peer(peer, why, gone, keep_references=self.shutdown.is_leaving and departed)
         self.shutdown.peer_gone(peer, departed)
         self.members.notify()
         if self.membership is not None:
@@ -128,12 +132,12 @@ class MemberChanges:
         self.references.peer_joined(peer)
         self.autograd.peer_joined(peer)  # in the epoch that the references have begun
 
-    def _release_peer(self, peer: int, reason: str, gone: bool, keep_references: bool = False) -> None:
+    def _release_peer(self, peer: int, reason: LossReason, gone: bool, keep_references: bool = False) -> None:
         if gone:
             self.members.removed.add(peer)
         if not keep_references:
             self.references.peer_lost(peer, reason, gone)
-        self.autograd.peer_lost(peer, reason)  # in the epoch that the references have begun
+        self.autograd.peer_lost(peer, str(reason))  # in the epoch that the references have begun
 
     def _read_store(self) -> None:
         """Apply new entries of the group's log: an unknown worker may have joined."""

@@ -7,7 +7,9 @@ from typing import Any
 
 from telegrad.errors import LEFT, UnknownWorker, WorkerLost
 from telegrad.group.rendezvous import Member
+from telegrad.protocols.membership import ordinal_of
 from telegrad.types import WorkerInfo
+from telegrad.worker.losses import Losses
 
 __all__ = ["MAX_RETIRED", "Members", "NotAWorker"]
 
@@ -25,9 +27,10 @@ class Members:
     Args:
         info: Name and id of this worker.
         refresh: Adds recent members of a dynamic group; called for an unknown name or id.
+        incarnation: Incarnation of this worker.
     """
 
-    def __init__(self, info: WorkerInfo, refresh: Callable[[], None]) -> None:
+    def __init__(self, info: WorkerInfo, refresh: Callable[[], None], incarnation: int = 0) -> None:
         self.by_key: dict[str | int, WorkerInfo] = {info.name: info, info.id: info}  # never replaced: the core holds it
         self.lost: dict[int, str] = {}  # workers that are gone, and the reason
         self.departed: set[int] = set()  # lost workers that sent a goodbye
@@ -35,12 +38,13 @@ class Members:
         self.gone_at_shutdown: set[int] = set()  # lost workers by agreement of the group when its shutdown began
         self.listeners: list[Callable[[], object]] = []  # called when a worker joins, connects, leaves or is lost
         self.connected: dict[int, int] = {}  # incarnations of the workers with an open connection
+        self.losses: Losses = Losses()
         self._info = info
         self._refresh = refresh
-        self._ends: dict[str | int, tuple[WorkerInfo, str]] = {}  # of retired workers: info, and why they are gone
+        self._ends: dict[str | int, tuple[WorkerInfo, str, int]] = {}  # of retired workers: info, reason, incarnation
         self._members: dict[int, Member] = {}
         self._retired: dict[int, str] = {}  # ids and names of workers that have left the group, the first one first
-        self._incarnations: dict[int, int] = {}  # of the newest known processes
+        self._incarnations: dict[int, int] = {info.id: incarnation}  # of the newest known processes
         self._names: dict[int, str] = {info.id: info.name}  # also of retired ids, for messages
         self._lock = threading.Lock()
 
@@ -58,6 +62,8 @@ class Members:
             self._names[member.id] = member.name
             was_retired = member.id in self._retired
             replaced = known is not None and known.incarnation != member.incarnation
+            if known is not None and replaced:
+                self.losses.record(member.id, known.incarnation, f"another process has become worker {member.name}")
             if replaced or was_retired:  # the loss is of the previous process: `lost_processes`
                 self.mark_present(member.id)
             self._members[member.id] = member
@@ -83,7 +89,8 @@ class Members:
                 self.by_key.pop(member.name, None)
                 self.by_key.pop(worker_id, None)
                 self._retired[worker_id] = member.name
-                end = WorkerInfo(member.name, worker_id), reason
+                self.losses.record(worker_id, member.incarnation, reason)
+                end = WorkerInfo(member.name, worker_id), reason, member.incarnation
                 self._ends[member.name] = self._ends[worker_id] = end
             while len(self._retired) > MAX_RETIRED:
                 self._forget(next(iter(self._retired)))
@@ -97,6 +104,7 @@ class Members:
             del self._ends[name]
         self._names.pop(worker_id, None)
         self._incarnations.pop(worker_id, None)
+        self.losses.forget(worker_id)
         self.connected.pop(worker_id, None)
         self.lost.pop(worker_id, None)
         self.departed.discard(worker_id)
@@ -121,6 +129,28 @@ class Members:
         """Return the incarnation of a worker's newest known process; 0 if none."""
         return self._incarnations.get(worker_id, 0)
 
+    def lost_incarnation(self, worker_id: int, why: str) -> int:
+        """Return the incarnation of the process that a loss is about; 0: unknown.
+
+        Args:
+            worker_id: Id of the worker.
+            why: Reason of its loss.
+        """
+        connected = self.connected.get(worker_id, 0)
+        return self.losses.find(worker_id, why, connected, self.incarnation_of(worker_id))
+
+    def last_lost(self, worker_id: int) -> int:
+        """Return the incarnation of a worker's last ended process.
+
+        Without one, return that of its newest known process.
+        """
+        return next(iter(self.losses.incarnations(worker_id)), self.incarnation_of(worker_id))
+
+    def process_of(self, worker_id: int, ordinal: int) -> int:
+        """Return the incarnation with a number, see `ordinal_of`; 0: unknown."""
+        known = (self.incarnation_of(worker_id), *self.losses.incarnations(worker_id))
+        return next((incarnation for incarnation in known if ordinal_of(incarnation) == ordinal), 0)
+
     def name_of(self, worker_id: int) -> str:
         """Return the name of a present or past worker, for messages."""
         return self._names.get(worker_id, f"(id {worker_id})")
@@ -142,8 +172,8 @@ class Members:
             self._refresh()
             info = self.by_key.get(to)
         if info is None and to in self._ends:
-            dead, reason = self._ends[to]
-            raise WorkerLost(dead.name, reason)
+            dead, reason, incarnation = self._ends[to]
+            raise WorkerLost(dead.name, reason, incarnation)
         if info is None:
             raise UnknownWorker((self._info.name, self._info.id), to, tuple(i.name for i in self.infos()))
         return info
@@ -194,13 +224,14 @@ class Members:
             False if there is a new process.
         """
         with self._lock:
+            self.losses.record(worker_id, incarnation, reason)
+            if self.connected.get(worker_id, 0) <= incarnation:
+                self.connected.pop(worker_id, None)
             member = self._members.get(worker_id)
             if member is not None and incarnation < member.incarnation:
                 return False
             if departed:
                 self.departed.add(worker_id)
-            if self.connected.get(worker_id, 0) <= incarnation:
-                self.connected.pop(worker_id, None)
             self.lost[worker_id] = reason
         return True
 

@@ -8,6 +8,7 @@ from telegrad.errors import MessageTooLarge, Overloaded, TelegradError
 from telegrad.protocols.rref import Effect, RRefId, RRefTable
 from telegrad.serialize.tracebacks import text_of
 from telegrad.worker.diagnostics.size_warning import SizeWarning
+from telegrad.worker.losses import LossReason
 from telegrad.worker.refs.owned_value import OwnedValue
 
 __all__ = ["CreationTarget", "Creations", "Refusal"]
@@ -117,7 +118,7 @@ class Creations:
         self._run_deferred(deferred)
         return True
 
-    def create_lost(self, rref: RRefId, why: str) -> None:
+    def create_lost(self, rref: RRefId, why: LossReason) -> None:
         """Handle the end of the session that carried a creating call."""
         with self.lock:
             deferred = self._apply(self.table.create_lost(rref, why))

@@ -34,6 +34,7 @@ from telegrad.protocols.rref import (
 from telegrad.waits import SIGNAL_CHECK_INTERVAL
 from telegrad.worker.calls.encoded import NO_FORK
 from telegrad.worker.diagnostics.size_warning import SizeWarning
+from telegrad.worker.losses import LossReason
 from telegrad.worker.refs.creations import Creations, CreationTarget, Refusal
 from telegrad.worker.refs.messages import as_plain, from_plain
 from telegrad.worker.refs.owned_value import ConfirmationWaiters, OwnedValue, free, split
@@ -51,7 +52,7 @@ class References(Creations):
         worker_id: Id of the worker.
         first_id: First local id; no earlier incarnation may have used it or a later one.
         name_of: Returns a worker's name by its id.
-        incarnation_of: Returns a worker's newest known incarnation.
+        lost_incarnation: Returns the incarnation that a worker's loss is about, by the id and the reason.
         send: Sends a plain value to a peer; the third argument is the kind of message, the fourth its epoch.
         request_callback: Makes a pool thread call `collect`. Must be safe in a finalizer.
         make_handle: Creates the Python object of a received reference from (id, owner, (sender, fork)).
@@ -66,7 +67,7 @@ class References(Creations):
         worker_id: int,
         first_id: int,
         name_of: Callable[[int], str],
-        incarnation_of: Callable[[int], int],
+        lost_incarnation: Callable[[int, str], int],
         send: Callable[[int, object, str, int], None],
         request_callback: Callable[[], None],
         make_handle: Callable[[RRefId, int, tuple[int, int]], object],
@@ -91,7 +92,7 @@ class References(Creations):
         self._changed = threading.Condition(self.lock)
         self._ids = itertools.count(first_id)
         self._name_of = name_of
-        self._incarnation_of = incarnation_of
+        self._lost_incarnation = lost_incarnation
         self._send = send
         self._request_callback = request_callback
         self._make_handle = make_handle
@@ -233,7 +234,7 @@ class References(Creations):
     def failure(self, rref: RRefId, owner: int, why: str, lost: bool) -> TelegradError:
         """Return the error of a reference that the protocol calls unusable."""
         if lost:
-            return OwnerLost(self._name_of(owner), why, str(rref), self._incarnation_of(owner))
+            return OwnerLost(self._name_of(owner), str(why), str(rref), self._lost_incarnation(owner, why))
         if isinstance(why, Refusal):
             return copy(why.error)  # each user gets an error with a traceback of its own
         return RRefTimeout(f"{rref}: {why}")
@@ -320,12 +321,12 @@ class References(Creations):
             deferred = self._apply(self.table.handle(sender, from_plain(plain)))
         self._run_deferred(deferred)
 
-    def peer_lost(self, peer: int, why: str, gone: bool) -> None:
+    def peer_lost(self, peer: int, why: LossReason, gone: bool) -> None:
         """Handle the end of a session.
 
         Args:
             peer: The peer.
-            why: Why it ended.
+            why: Why it ended, with the process.
             gone: The peer has left the group. Otherwise messages to it may begin another session.
         """
         with self.lock:
