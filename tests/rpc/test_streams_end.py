@@ -12,7 +12,7 @@ import torch
 from stream_helpers import ENDLESS, bursts, endless, numbers, waits_forever
 
 from telegrad import rpc
-from telegrad.errors import NotInitialized, RpcTimeout, StreamError
+from telegrad.errors import NotInitialized, RpcTimeout, StreamError, WorkerLost
 from telegrad.streams.batches import Batch, State
 from telegrad.streams.service import Streams
 from telegrad.testing import Cluster, Gate, Local, cluster, eventually
@@ -335,7 +335,7 @@ def test_a_shutdown_does_not_wait_for_streams_that_are_not_read() -> None:
         assert [next(stream) for stream in streams] == [0, 0, 0]
     assert ended.value.is_set()
     for stream in streams:
-        with pytest.raises((NotInitialized, StreamError)):  # the callee may be the first one to close it
+        with pytest.raises((NotInitialized, WorkerLost)):  # the callee may be the first one to close it
             list(stream)
 
 
@@ -347,8 +347,9 @@ def test_a_stream_that_its_callee_closes_does_not_seem_complete(two: Cluster) ->
     (producer,) = streams.producers.values()
     eventually(lambda: producer._request is not None)  # the next request has arrived
     streams.close()  # as after the loss of the caller
-    with pytest.raises(StreamError, match="Open it again"):
+    with pytest.raises(WorkerLost, match="it has closed the stream of waits_forever before its end") as caught:
         list(stream)
+    assert (caught.value.name, caught.value.incarnation) == ("w1", two[1]._worker.incarnation)
     assert ended.value.wait(10)
 
 
@@ -358,7 +359,7 @@ def test_a_request_that_arrives_while_its_callee_closes_the_stream(two: Cluster)
     (producer,) = Streams.of(two[1]._worker).producers.values()
     producer.close()
     assert Batch(*producer.pull(1)).state == State.CLOSED
-    with pytest.raises(StreamError, match="Open it again"):
+    with pytest.raises(WorkerLost, match="it has closed the stream of numbers before its end"):
         list(stream)
 
 

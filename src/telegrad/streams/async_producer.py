@@ -81,7 +81,7 @@ class AsyncProducer:
         self._next += len(items)
         self._items, self._size = [], 0
         if self._is_exhausted or (self._error is not None and not items):
-            self._ended(self.key)
+            self._ended(self)
             error, self._error = self._error, None
             if error is not None:
                 raise error
@@ -96,7 +96,7 @@ class AsyncProducer:
         if self._is_closing:
             return
         self._is_closing = True
-        self._ended(self.key)
+        self._ended(self)
         loop = self._loop
         if loop is not None:  # else the coroutine has not started, and will see the flag
             with suppress(RuntimeError):  # the loop has ended, and with it the iterator

@@ -16,6 +16,7 @@ __all__ = [
     "CLOSED",
     "ENDED",
     "LIVE",
+    "NO_STREAM",
     "OPEN",
     "SOLITARY",
     "Batch",
@@ -54,7 +55,7 @@ OPEN, LIVE, ENDED, CLOSED = map(int, State)  # operations of enums take microsec
 class Batch(NamedTuple):
     """Items of a stream, in order."""
 
-    first: int  # number of the first item
+    first: int  # number of the first item; -1 in `NO_STREAM`
     state: int  # a `State`
     size: int  # bytes of a solitary item; 0 for others, which are small
     items: list[Any]
@@ -62,6 +63,10 @@ class Batch(NamedTuple):
 
 WireBatch: TypeAlias = tuple[int, int, int, list[Any]]
 """Batch as the codec encodes it."""
+
+
+NO_STREAM: Final[WireBatch] = (-1, CLOSED, 0, [])
+"""Reply to a request for items of a stream that is not open: the reader has closed it, or its session has ended."""
 
 
 def copy_item(item: object) -> object:

@@ -27,7 +27,7 @@ BATCH_TIME: Final = 200_000
 class Ended(Protocol):
     """Function that is called once, when a stream of this callee has ended."""
 
-    def __call__(self, key: tuple[int, int], /) -> object: ...
+    def __call__(self, producer: Any, /) -> object: ...
 
 
 def log_close_error(scope: Scope, label: str, error: BaseException) -> None:
@@ -110,10 +110,10 @@ class Producer:
                     self._next += 1
                 must_close = self._was_closed()  # meanwhile
         if must_close:
-            self._ended(self.key)
+            self._ended(self)
             self._close_iterator()
         if self._is_exhausted or (self._error is not None and not items):
-            self._ended(self.key)
+            self._ended(self)
             error, self._error = self._error, None
             if error is not None:
                 raise error
@@ -143,7 +143,7 @@ class Producer:
             self._is_closing = True
             if self._is_running:
                 return
-        self._ended(self.key)
+        self._ended(self)
         self._close_iterator()
 
     # ---- steps

@@ -87,9 +87,13 @@ def expired(stream: object, error: BaseException | None, timeout: int, taken: in
     return RpcTimeout(timeout / 1e9, f"item {taken} of {stream}", state)
 
 
-def closed_at_callee(stream: object) -> str:
-    """Return the text of the error of a reader whose stream the callee has closed."""
+def closed_at_callee(label: str) -> str:
+    """Return the reason of a loss that only the end of a stream shows.
+
+    Args:
+        label: Name of the stream's function.
+    """
     return (
-        f"{stream} was closed at its callee before its end: the callee shuts down, or the connection of the two workers"
-        " was lost in between. Open it again."
+        f"it has closed the stream of {label} before its end, because it shuts down, or because the connection of the"
+        " two workers was lost in between"
     )

@@ -14,11 +14,12 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from telegrad.errors import Cancelled, NotInitialized, StreamError, TelegradError, WorkerLost
+from telegrad.errors import Cancelled, NotInitialized, RemoteError, StreamError, TelegradError, WorkerLost
 from telegrad.serialize.tracebacks import is_of_signal_handler
 from telegrad.streams import serving
 from telegrad.streams.batches import CLOSED, ENDED, LIVE, WireBatch
-from telegrad.streams.read_errors import again, closed_at_callee, expired, is_expiry, raise_to_reader
+from telegrad.streams.read_errors import closed_at_callee, expired, raise_to_reader
+from telegrad.streams.receiver_state import ReceiverState
 from telegrad.streams.requests import guarded, notify_closed, start_step
 from telegrad.streams.service import Streams
 from telegrad.worker import Worker
@@ -36,7 +37,7 @@ _MOST_BYTES: Final = 32 << 20  # ahead of the reader, apart from the batch in pr
 _value: Callable[[torch.futures.Future[Any]], WireBatch] = torch._C.Future.value
 
 
-class Receiver:
+class Receiver(ReceiverState):
     """Items of one stream that have arrived, and the requests for more.
 
     Thread-safe. The futures of its requests and the table of the worker hold it, so the `Stream` of the program can be
@@ -51,32 +52,7 @@ class Receiver:
         scope: Scope of the code that opens the stream.
     """
 
-    # Defaults on the class: the first item does not wait for their assignment.
-    failed: bool = False  # the reader has got the error
-    wake: Callable[[], None] | None = None  # called after each arrival, for a task that waits
-    is_async: bool = False  # a task reads it, so no thread polls for the replies
-    _changed: threading.Condition | None = None  # of the lock, once a thread waits for an arrival
-    _early: dict[int, WireBatch] | None = None  # batches that arrived before an earlier one, by their first item
-    _arrived = 0  # items that arrived in order
-    _taken = 0  # items of the batches that the reader has taken
-    _current = 0  # of these, items of the last batch, which the reader may not have used yet
-    _bytes = 0  # of the batches that are ready, and of the last one taken
-    _current_bytes = 0
-    _is_live = False  # the callee holds no items back
-    _has_ended = False  # all items have arrived
-    _has_seen_end = False  # the reader has
-    _error: BaseException | None = None  # raised after the items that arrived
-    _is_closed = False
-    _reader: object = None  # the thread or task that waits
-    _is_opening = True  # no reply to the request that opens the stream has arrived
-    _pulls = 0
-    _may_hold = False  # the callee may hold items of the request in progress back
-    _is_slow = False  # the reader has waited longer than `FLUSH_DELAY` since the last arrival
-    _is_pulling = True  # a request is in progress, or about to be sent
-    _pull: CallFuture[WireBatch] | None = None
-    _flush: CallFuture[WireBatch | None] | None = None
-    _flushing: int | None = None  # request that a flush in progress, or about to be sent, is about
-    _flush_error: BaseException | None = None  # of a flush, which may have lost items
+    failed: bool  # assigned in this class
 
     def __init__(self, worker: Worker, peer: int, label: str, timeout: int, prefetch: int, scope: Scope | None) -> None:
         self.worker: Worker = worker
@@ -196,6 +172,8 @@ class Receiver:
                 self._is_slow = False
                 self._accept(batch)
                 is_broken = self._fail_if_broken()
+                if self._loss is not None and not self._has_ended:
+                    self._fail(self._loss)
                 if self._is_closed:
                     self._streams.receivers.pop(self._number, None)
             credit = self._claim_pull()
@@ -230,6 +208,10 @@ class Receiver:
 
     def _accept(self, batch: WireBatch) -> None:
         following: WireBatch | None = batch
+        if batch[0] < 0:  # `NO_STREAM`
+            lost = self.worker.members.last_lost(self.peer)
+            self._fail(self._closed_by_callee(lost))
+            return
         if batch[0] != self._arrived:
             if self._early is None:
                 self._early = {}
@@ -242,7 +224,8 @@ class Receiver:
             if state == ENDED:
                 self._has_ended = True
             elif state == CLOSED:  # by this reader, or by the callee
-                self._fail(NotInitialized.closed() if self.worker.closed else StreamError(closed_at_callee(self)))
+                members = self.worker.members
+                self._fail(self._closed_by_callee(members.lost_incarnation(self.peer, "")))
             if items and not self._is_closed:
                 self._ready.append(following)
                 self._bytes += size
@@ -258,7 +241,15 @@ class Receiver:
         self._fail(self._flush_error)
         return True
 
+    def _closed_by_callee(self, incarnation: int) -> TelegradError:
+        """Return the error of a stream that its callee has closed before its end."""
+        if self.worker.closed:
+            return NotInitialized.closed()
+        return WorkerLost(self.worker.members.name_of(self.peer), closed_at_callee(self.label), incarnation)
+
     def _fail(self, error: BaseException) -> None:
+        if self._loss is not None and isinstance(error, WorkerLost) and not isinstance(error, RemoteError):
+            error = self._loss
         if self._error is None:
             self._error = error
         self._streams.receivers.pop(self._number, None)
@@ -347,18 +338,6 @@ class Receiver:
                 self._changed = threading.Condition(self.lock)
             self._changed.wait_for(self._has_news, (until - time.monotonic_ns()) / 1e9 if timeout else None)
 
-    def _has_news(self) -> bool:
-        return bool(self._ready) or self._has_ended or self._is_closed or self._has_failed()
-
-    @property
-    def has_expired(self) -> bool:
-        """Whether nothing has arrived but the error of the timeout."""
-        return not (self._ready or self._has_ended or self._is_closed) and is_expiry(self._error)
-
-    def _has_failed(self) -> bool:
-        """Return whether the error is next: no flush may return items before it."""
-        return self._error is not None and self._flushing is None
-
     def _raise_error(self) -> NoReturn:
         assert self._error is not None
         self.failed = True
@@ -379,30 +358,13 @@ class Receiver:
         Raises:
             RpcTimeout: always.
         """
-        error, self.failed = expired(self, self._error, self.timeout, self._taken), True
+        error = expired(self, self._error, self.timeout, self._taken)
+        self.failed = True
         self.close()  # notifies the callee unless `_error` says that the stream has ended
         self._error = error
         raise error
 
     # ---- the end
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the callee needs no notification of the end."""
-        return self._is_closed or self._has_ended or self._error is not None or self.worker.closed
-
-    @property
-    def state(self) -> str:
-        """State of the stream, for its repr."""
-        if self._is_closed:
-            return "closed"
-        return "at its end" if self.failed or self._has_seen_end else f"open, {self._taken} items read"
-
-    def describe_end(self) -> str:
-        """Return the text of the error of a reader that comes after the end; "" before it."""
-        if not (self._is_closed or self.failed or self._has_seen_end):
-            return ""
-        return again(self, self._error if self.failed else None, self._taken, self._is_closed)
 
     def close(self) -> None:
         """Discard the items and close the generator; does nothing the second time."""
@@ -428,9 +390,25 @@ class Receiver:
     def _tell_closed(self) -> None:
         notify_closed(self.worker, self.peer, self._scope, self._number, self._is_opening)
 
+    def lose(self, error: WorkerLost) -> None:
+        """End an open stream because the session with its callee has ended.
+
+        If a request is in progress, its end is that of the stream: its items may have arrived. The one that opens the
+        stream may belong to the next session.
+        """
+        with self.lock:
+            if self._is_opening:
+                return
+            self._loss = error
+            if not self._is_pulling and not self._has_ended:
+                self._fail(error)
+            self._notify()
+
     def stop(self, error: Exception) -> None:
         """End the stream because the worker leaves."""
         with self.lock:
+            if self._error is self._loss and not self.failed:
+                self._error = None
             self._fail(error)
             self._notify()
 
@@ -438,13 +416,3 @@ class Receiver:
         """End the stream in a forked child, where a missing thread may hold the lock."""
         self.lock, self._changed, self._flushing = threading.Lock(), None, None
         self.stop(error)
-
-    @property
-    def has_reader(self) -> bool:
-        """Whether a thread or task waits for an item."""
-        return self._reader is not None
-
-    def idle_call(self) -> tuple[object, ...] | None:
-        """Identify the request in progress; None without one, or if it is awaited."""
-        pull = self._pull
-        return ("pull", self._number, self._pulls) if pull and not pull.done() and self._reader is None else None

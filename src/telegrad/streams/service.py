@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Final, Protocol
 
-from telegrad.errors import NotInitialized, StreamError
+from telegrad.errors import NotInitialized, WorkerLost
 from telegrad.streams.batches import WireBatch
 from telegrad.worker import Worker
+from telegrad.worker.losses import LossReason
 from telegrad.worker.scope import Scope
 
 __all__ = ["AnyProducer", "AnyReceiver", "Streams"]
@@ -33,6 +34,9 @@ class AnyReceiver(Protocol):
     """Caller's side of a stream."""
 
     label: str
+    peer: int
+
+    def lose(self, error: WorkerLost) -> None: ...
 
     def stop(self, error: Exception) -> None: ...
 
@@ -70,7 +74,7 @@ class Streams:
             created = cls(worker)
             found = worker.attachments.setdefault(_KEY, created)
             if found is created:
-                worker.members.listeners.append(created._close_lost)
+                worker.members.session_listeners.append(created._on_session_end)
                 worker.passive_work.append(created._passive_work)
                 worker.waiting_readers.append(created._waiting_readers)
                 worker.on_close.append(created.close)
@@ -85,9 +89,16 @@ class Streams:
 
     # ---- streams that other workers read
 
-    def add(self, producer: AnyProducer) -> None:
-        """Add a stream; close it at once if its caller is lost, or has closed it."""
-        self.producers[producer.key] = producer
+    def add(self, producer: AnyProducer, is_canceled: bool) -> None:
+        """Add a stream; close it at once if its caller is lost, or has closed it.
+
+        Args:
+            producer: The stream.
+            is_canceled: The request that opens it is canceled, for example because its session has ended. Another
+                process of the caller may have a stream with the number.
+        """
+        if not is_canceled:
+            self.producers[producer.key] = producer
         closed = self._closed_early.pop(producer.key, False)
         if closed or producer.key[0] in self.worker.members.lost or self.worker.closed:
             producer.close()
@@ -108,31 +119,23 @@ class Streams:
         elif len(self._closed_early) > _MOST_CLOSED_EARLY:  # of requests that were canceled before they ran
             self._closed_early.pop(next(iter(self._closed_early)), None)
 
-    def find(self, caller: int, number: int) -> AnyProducer:
-        """Return a stream.
-
-        Raises:
-            StreamError: The stream has ended.
-        """
-        found = self.producers.get((caller, number))
-        if found is None:
-            me, name = self.worker.info.name, self.worker.members.name_of(caller)
-            raise StreamError(
-                f"stream {number} of worker {name} is not open on worker {me}: it was closed, or the connection of the"
-                " two workers was lost in between. Open it again."
-            )
-        return found
-
-    def remove(self, key: tuple[int, int]) -> None:
+    def remove(self, producer: AnyProducer) -> None:
         """Remove a stream that has ended."""
-        self.producers.pop(key, None)
+        if self.producers.get(producer.key) is producer:  # else another process of the caller has the number
+            self.producers.pop(producer.key, None)
 
-    def _close_lost(self) -> None:
-        lost = self.worker.members.lost
-        for key in [key for key in list(self._closed_early) if key[0] in lost]:
+    # ---- the ends of sessions
+
+    def _on_session_end(self, peer: int, why: LossReason) -> None:
+        """End the streams that belong to the session with a peer."""
+        for key in [key for key in list(self._closed_early) if key[0] == peer]:
             self._closed_early.pop(key, None)
-        for producer in [producer for producer in list(self.producers.values()) if producer.key[0] in lost]:
+        for producer in [producer for producer in list(self.producers.values()) if producer.key[0] == peer]:
+            self.remove(producer)
             self.worker.pool.submit(producer.close)  # runs code of the program
+        name = self.worker.members.name_of(peer)
+        for receiver in [receiver for receiver in list(self.receivers.values()) if receiver.peer == peer]:
+            receiver.lose(WorkerLost(name, str(why), why.incarnation))
 
     # ---- shutdown
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from telegrad.streams import async_producer, producer
 from telegrad.streams.async_producer import AsyncProducer
-from telegrad.streams.batches import Batch
+from telegrad.streams.batches import NO_STREAM, Batch
 from telegrad.streams.producer import Producer
 from telegrad.streams.service import AnyProducer, Streams
 from telegrad.worker import Worker, current
@@ -93,8 +93,9 @@ def _open(
         producer = Producer(key, iterator, label, scope, streams.remove)
     else:
         raise _not_an_iterator(iterator, label, scope.worker)
-    streams.add(producer)
-    if scope.worker.engine.is_canceled(scope.connection, scope.call):
+    is_canceled = scope.worker.engine.is_canceled
+    streams.add(producer, is_canceled(scope.connection, scope.call))
+    if is_canceled(scope.connection, scope.call):
         producer.close()  # the notification of the reader's close may have come before the stream was open
     return producer.pull(1)
 
@@ -114,7 +115,8 @@ def _not_an_iterator(result: Any, label: str, worker: Worker) -> TypeError:
 
 def pull(caller: int, number: int, credit: int) -> object:
     """Return the next items of a stream: a batch, or a coroutine that returns one."""
-    return _streams().find(caller, number).pull(credit)
+    producer = _streams().producers.get((caller, number))
+    return NO_STREAM if producer is None else producer.pull(credit)
 
 
 def flush(caller: int, number: int) -> object:

@@ -138,6 +138,8 @@ class MemberChanges:
         if not keep_references:
             self.references.peer_lost(peer, reason, gone)
         self.autograd.peer_lost(peer, str(reason))  # in the epoch that the references have begun
+        for listener in list(self.members.session_listeners):
+            listener(peer, reason)
 
     def _read_store(self) -> None:
         """Apply new entries of the group's log: an unknown worker may have joined."""

@@ -9,7 +9,7 @@ from telegrad.errors import LEFT, UnknownWorker, WorkerLost
 from telegrad.group.rendezvous import Member
 from telegrad.protocols.membership import ordinal_of
 from telegrad.types import WorkerInfo
-from telegrad.worker.losses import Losses
+from telegrad.worker.losses import Losses, LossReason
 
 __all__ = ["MAX_RETIRED", "Members", "NotAWorker"]
 
@@ -37,6 +37,7 @@ class Members:
         self.removed: set[int] = set()  # lost workers with which no further session begins
         self.gone_at_shutdown: set[int] = set()  # lost workers by agreement of the group when its shutdown began
         self.listeners: list[Callable[[], object]] = []  # called when a worker joins, connects, leaves or is lost
+        self.session_listeners: list[Callable[[int, LossReason], object]] = []  # called when a session has ended
         self.connected: dict[int, int] = {}  # incarnations of the workers with an open connection
         self.losses: Losses = Losses()
         self._info = info
