@@ -66,7 +66,7 @@ void Peers::set_peer(PeerAddress address) {
       if (peer.connection_to_open) older.push_back(peer.connection_to_open);
     }
   }
-  for (const auto& c : older) close_connection(c, "another process has become worker " + address.identity.name);
+  for (const auto& c : older) close_connection(c, replaced_by(address.identity));
   Lock lock(parts_.mutex);
   Peer& peer = add_peer(address.identity.id);
   peer.agreement.meet(address.identity.incarnation);

@@ -207,6 +207,7 @@ class Peers {
   void on_proven(const ConnectionPtr& c) EXCLUDES(engine_mutex);
   std::optional<Handshake::Step> decide(const ConnectionPtr& c, std::vector<ConnectionPtr>& ended)
       REQUIRES(engine_mutex);
+  static std::string replaced_by(const Identity& newer);
   static std::optional<Handshake::Step> refuse_older(Handshake& handshake, const Peer& peer) REQUIRES(engine_mutex);
   void stop_opening(Lock& lock, const ConnectionPtr& c) REQUIRES(engine_mutex);
   void retry(Lock& lock, Peer& peer) REQUIRES(engine_mutex);

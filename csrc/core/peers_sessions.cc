@@ -121,10 +121,10 @@ void Peers::on_proven(const ConnectionPtr& c) {
       step = decide(c, ended);
     }
     again = !ended.empty();
-    const std::uint64_t incarnation = c->handshake.peer().incarnation;
+    const Identity& remote = c->handshake.peer();
     for (const ConnectionPtr& old : ended) {
-      const bool replaced = old->handshake.peer().incarnation < incarnation;
-      close_connection(old, replaced ? "a newer process has taken its name" : "its worker has connected again");
+      const bool replaced = old->handshake.peer().incarnation < remote.incarnation;
+      close_connection(old, replaced ? replaced_by(remote) : "its worker has connected again");
     }
   }
   if (step) take_step(c, *step);
@@ -190,6 +190,9 @@ std::optional<Handshake::Step> Peers::decide(const ConnectionPtr& c, std::vector
   peer.connection_to_open = c;
   return handshake.proceed();
 }
+
+/// Returns why the sessions of an older process end.
+std::string Peers::replaced_by(const Identity& newer) { return "another process has become worker " + newer.name; }
 
 /// Refuses a process if a newer one has its name; null if it is the newest known.
 std::optional<Handshake::Step> Peers::refuse_older(Handshake& handshake, const Peer& peer) {

@@ -153,7 +153,7 @@ CASE(a_call_to_a_process_that_is_replaced_says_so) {
   newer.connect(a.address());
   a.completion_count.wait_for(1);
   CHECK(a.completions.at(0).status == CallStatus::kPeerLost);
-  CHECK_SAYS(a.completions.at(0).why, "a newer process has taken its name");
+  CHECK_SAYS(a.completions.at(0).why, "another process has become worker w1");
 }
 
 /// The newer process was lost; the older one does not count as its return.

@@ -5,7 +5,7 @@ from typing import Self
 __all__ = ["LossReason", "Losses"]
 
 _KEPT = 8  # reasons of one worker; a process has at most a few: of its session, and of the group
-_REPLACED = "another process has become worker"  # text of the core, csrc/core/peers.cc
+_REPLACED = "another process has become worker"  # text of the core, csrc/core/peers_sessions.cc
 
 
 class LossReason(str):
