@@ -1,8 +1,8 @@
 """Takes rules out of the sources, one at a time, and checks that a test fails.
 
-Called as mutants.py VENV BUILD_FOLDER [NAMES]. `csrc/tests/mutants.toml` has rules of the core, `csrc/python/mutants.toml`
-rules of the bindings, and `tests/mutants.toml` rules in Python. The sources are copied, so the tree does not change.
-Exits with 1 if a mutant survives, or does not compile.
+Called as mutants.py VENV BUILD_FOLDER [NAMES]. Rules of the core are in `csrc/tests/mutants.toml`, of the bindings in
+`csrc/python/mutants.toml`, and of the package in Python in `tests/mutants.toml`. The sources are copied, so the tree
+does not change. Exits with 1 if a mutant survives, or does not compile.
 """
 
 import os
@@ -99,7 +99,8 @@ class Core:
 
     def ends(self, mutant: Mutant) -> str:
         self._cmake.build({mutant.test})
-        return ending([str(self._cmake.folder / mutant.test), *([mutant.case] if mutant.case else [])], dict(os.environ))
+        program = str(self._cmake.folder / mutant.test)
+        return ending([program, *([mutant.case] if mutant.case else [])], dict(os.environ))
 
 
 class Python:

@@ -52,9 +52,9 @@ class Holder:
         dial: Callable[[Member], Dial],
         on_events: Callable[[Sequence[Event]], object] = lambda _: None,
     ) -> None:
-        self.is_alive = False
+        self.is_alive: bool = False
         """Whether the member has answered, or the kernel reports that its process runs."""
-        self.outvoted = ""
+        self.outvoted: str = ""
         """Other members that are alive, if only they can say whether this member has ended."""
         self._log = log
         self._name = name
