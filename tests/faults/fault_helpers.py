@@ -1,19 +1,45 @@
 """Steps and checks that the tests of faults share."""
 
 import gc
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from process_helpers import Actor, state
 
 from telegrad import rpc
-from telegrad.errors import OwnerLost, WorkerLost
+from telegrad.errors import WorkerLost
+from telegrad.rpc.gathering_handlers import gathering_of
+from telegrad.streams.service import Streams
 from telegrad.testing import eventually
 from telegrad.worker.default_worker import current_worker
 
 HEARTBEAT = 0.6  # s
 LOST = 5.0  # s until a wait has ended with the loss: three heartbeats, on a busy machine
+LIMITS = {
+    "heartbeat": HEARTBEAT,
+    "local_heartbeat": HEARTBEAT,
+    "connect_timeout": HEARTBEAT,
+    "handshake_timeout": HEARTBEAT,
+}
+"""Options of workers that notice a stopped one within `LOST`."""
+
+on_both_signals = pytest.mark.parametrize(
+    "with_signal", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=lambda s: s.name
+)
+
+
+def strike(victim: Actor, with_signal: signal.Signals) -> float:
+    """Kill or stop the victim; return the time."""
+    if with_signal == signal.SIGSTOP:
+        return victim.stop()
+    assert victim.process.pid is not None
+    os.kill(victim.process.pid, with_signal)
+    return time.monotonic()
 
 
 # ---- steps
@@ -75,6 +101,9 @@ def leftovers() -> dict[str, object]:
     found = {name: getattr(table, name) for name in ("owners", "forks", "pins", "users")}
     found |= dict(worker.autograd.left())
     found["calls"] = worker.engine.stats()["pending_calls"]
+    found |= Streams.of(worker).left()
+    found["operations"], found["offers"] = len(gathering_of(worker).operations), len(gathering_of(worker).open_offers)
+    found["retries"] = len(worker.retries.describe())
     return {name: value for name, value in found.items() if value}
 
 
@@ -89,10 +118,25 @@ def loss(function: Callable[..., Any], *args: Any) -> str:
     Raises:
         AssertionError: It raised no loss.
     """
+    return type(_loss(function, *args)).__name__
+
+
+def name_of_lost(function: Callable[..., Any], *args: Any) -> str:
+    """Return the name of the worker in the loss that a function raises.
+
+    Raises:
+        AssertionError: It raised no loss, or the text does not name the worker.
+    """
+    error = _loss(function, *args)
+    assert error.name in str(error)
+    return error.name
+
+
+def _loss(function: Callable[..., Any], *args: Any) -> WorkerLost:
     try:
         value = function(*args)
-    except (WorkerLost, OwnerLost) as e:
-        return type(e).__name__
+    except WorkerLost as e:  # or OwnerLost
+        return e
     raise AssertionError(f"no loss, but the value {value!r}")
 
 

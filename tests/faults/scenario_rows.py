@@ -1,12 +1,12 @@
 """Scenarios of clusters that misbehave, each with the tests that cover it.
 
-They continue the list of `rows.py`: K1 to K8 are kills, stopped processes, networks, restarts, overload, ends of
-processes, wrong set-ups and a long mixed run.
+They continue the list of `rows.py`: K1 to K9 are kills, stopped processes, networks, restarts, overload, ends of
+processes, wrong set-ups, a long mixed run, and kills and stopped processes in further operations.
 """
 
 from rows import Row, tests_of
 
-SCENARIOS = (12, 5, 5, 5, 13, 10, 9, 1)
+SCENARIOS = (12, 5, 5, 5, 13, 10, 9, 1, 6)
 """The number of scenarios in each section."""
 
 _KILLS = "faults/test_kills.py"
@@ -21,6 +21,9 @@ _EXITS = "faults/test_exits.py"
 _FORKS = "groups/test_forks.py"
 _ERRORS = "failures/test_user_errors.py"
 _HOSTILE = "failures/test_hostile_peers.py"
+_STREAMS = "faults/test_lost_streams.py"
+_PARTICIPANTS = "faults/test_lost_participants.py"
+_OWNERS = "faults/test_lost_owners.py"
 _MEMBERS = "groups/test_membership_processes.py"
 
 
@@ -260,4 +263,27 @@ SCENARIO_ROWS = (
     ),
     # Section 8: a long mixed run
     _row("K8.1", "mixed work next to kills and cuts", tests_of("bench/test_soak.py", "test_a_minute_of_it")),
+    # Section 9: kill -9 and SIGSTOP in streams, retried calls, group operations and services
+    _row(
+        "K9.1", "the callee of a stream, between two items", tests_of(_STREAMS, "test_the_callee_of_a_stream_is_lost")
+    ),
+    _row(
+        "K9.2", "the caller of a stream, between two items", tests_of(_STREAMS, "test_the_caller_of_a_stream_is_lost")
+    ),
+    _row(
+        "K9.3",
+        "the callee of a retried call, and a new process takes its name",
+        tests_of(_OWNERS, "test_a_retried_call_runs_on_the_successor_of_a_lost_callee"),
+    ),
+    _row(
+        "K9.4",
+        "the callee of a retried call, for good",
+        tests_of(_OWNERS, "test_a_retried_call_without_a_successor_ends"),
+    ),
+    _row(
+        "K9.5",
+        "a member in a barrier, an all_gather or a broadcast",
+        tests_of(_PARTICIPANTS, "test_a_member_is_lost_in_a_group_operation"),
+    ),
+    _row("K9.6", "the owner of a service", tests_of(_OWNERS, "test_the_owner_of_a_service_is_lost")),
 )

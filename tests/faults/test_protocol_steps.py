@@ -3,7 +3,6 @@
 Every wait on the other workers ends with the loss of that worker, they go on with each other, and nothing is left.
 """
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fault_helpers import HEARTBEAT, LOST, check_clean, leftovers, loss, shut_down
+from fault_helpers import LIMITS, LOST, check_clean, leftovers, loss, on_both_signals, shut_down, strike
 from process_helpers import TIMEOUT, Actor, actors, call_many, state
 
 from telegrad import autograd, optim, rpc
@@ -143,23 +142,8 @@ ROWS = {
 
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[list[Actor]]:
-    limits = {"heartbeat": HEARTBEAT, "local_heartbeat": HEARTBEAT, "connect_timeout": HEARTBEAT}
-    with actors(3, tmp_path, faults=str(Plan()), handshake_timeout=HEARTBEAT, rpc_timeout=0, **limits) as group:
+    with actors(3, tmp_path, faults=str(Plan()), rpc_timeout=0, **LIMITS) as group:
         yield group
-
-
-def strike(victim: Actor, with_signal: signal.Signals) -> float:
-    """Kill or stop the victim; return the time."""
-    if with_signal == signal.SIGSTOP:
-        return victim.stop()
-    assert victim.process.pid is not None
-    os.kill(victim.process.pid, with_signal)
-    return time.monotonic()
-
-
-on_both_signals = pytest.mark.parametrize(
-    "with_signal", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=lambda s: s.name
-)
 
 
 @on_both_signals
