@@ -14,7 +14,7 @@ struct CallOptions {
   bool nested = false;      // made inside a handler: exempt from the window, and always finds a thread
   std::uint32_t depth = 0;  // of nested calls: one more than that of the handler's own request
   bool background = false;  // no thread waits for the completion: links may go unread for it for kMaxHandoffDelay, and
-                            // a request that must be sent waits for a connection without limit. Never canceled
+                            // a request that must be sent waits for a connection until the peer is lost. Never canceled
   bool deferrable = false;  // background, and the completion runs no user code: it may stay queued for kDeferDelay, and
                             // `take_deferred` may return it
   bool polled = false;      // a thread will soon wait: links may go unread for the completion for kMaxHandoffDelay

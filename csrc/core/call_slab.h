@@ -50,7 +50,7 @@ struct Call {
   bool counted = false;              // asynchronous, and a thread may be waiting for it
   bool deferrable = false;           // its reply may be deferred, and any caller may take it
   bool must_send = false;            // its request is sent even if the call has ended
-  bool wait_for_connection = false;  // its request waits for a connection without limit
+  bool wait_for_connection = false;  // its request waits for a connection until the peer is lost
   bool background = false;           // its request is not canceled
   bool expired = false;              // its deadline has passed, and the callee has been asked how far it has come
   std::int32_t peer = -1;

@@ -250,7 +250,7 @@ void Peers::expire_pending(Peer& peer, Nanos at, Released& released) {
       return false;
     }
     any = true;
-    if (!(w.message->header.flags & kMustDeliver)) return true;
+    if (!w.expired && !(w.message->header.flags & kMustDeliver)) return true;
     if (std::exchange(w.expired, true)) {
       lost = true;
       return false;

@@ -55,11 +55,14 @@ SendResult Sender::route(std::int32_t peer, std::unique_ptr<Outgoing>& m, Transm
       } else if (!m->segments.empty() && !m->immutable) {
         transmission.pending_send = m->pending_send = std::make_shared<PendingSend>();
       }
-      const bool wait_for_connection = !id || !pending || call->wait_for_connection;
-      const Nanos until = transmission.until    ? *transmission.until
-                          : wait_for_connection ? kNever
-                                                : deadline_after(now(), parts_.settings.connect_timeout);
-      p.pending.add({.message = std::move(m), .until = until, .expired = transmission.expired});
+      // Without a call that stops waiting, a message waits for as long as the peer may be silent.
+      const bool waits_for_loss = !id || !pending || call->wait_for_connection;
+      const Nanos at = now(), limit = deadline_after(at, parts_.settings.connect_timeout);
+      const Nanos until = transmission.until ? *transmission.until
+                          : waits_for_loss   ? parts_.detector.time_of_loss(at, limit)
+                                             : limit;
+      const bool expired = transmission.expired || (waits_for_loss && !transmission.until);
+      p.pending.add({.message = std::move(m), .until = until, .expired = expired});
       parts_.peers.arm_timer(until);
       if (const std::string why = parts_.overload.pending_reason(p); !why.empty()) {
         parts_.peers.give_up(p, why, released);

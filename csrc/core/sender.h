@@ -61,10 +61,10 @@ inline bool is_kept(const Outgoing& m) { return m.immutable || m.segments.empty(
 /// A message that waits for a connection.
 struct PendingMessage {
   std::unique_ptr<Outgoing> message;
-  // When its call stops waiting. Messages that the reference protocol counts on stay queued longer, until the peer is
-  // connected, known to be dead, or lost because it is silent.
+  // When its call stops waiting. Messages that the reference protocol counts on, and those without a call that stops
+  // waiting, stay queued longer: until the peer is connected, known to be dead, or lost because it is silent.
   Nanos until;
-  bool expired = false;      // its call has stopped waiting
+  bool expired = false;      // no call waits: the peer is lost at `until`
   std::int64_t kept = 0;     // what it counts against the send queue,
   std::int64_t request = 0;  // and, if it is a large request, against the limit of requests without a reply
 };

@@ -142,6 +142,37 @@ CASE(a_peer_that_never_answers_is_lost) {
              "within connect_timeout: it does not answer at " + silent.address().addresses.front());
 }
 
+/// So does what no call waits for: a message that connects two workers, so that each notices the loss of the other.
+CASE(a_peer_that_never_answers_a_one_way_message_is_lost) {
+  for (const auto flags : {0, +kMustDeliver}) {
+    Settings s = with_heartbeat(40 * kMillisecond);
+    s.connect_timeout = 30 * kMillisecond;
+    Worker a(0, s);
+    Puppet silent(1, "unix");
+    a.engine->set_peer(silent.address());
+    auto m = std::make_unique<Outgoing>();
+    m->header.type = FrameType::kOneway;
+    m->header.flags = static_cast<std::uint16_t>(flags);
+    a.engine->send(1, std::move(m));
+    CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "within connect_timeout: it does not answer at ");
+  }
+}
+
+/// A request of the background that must be delivered, as one that creates a reference.
+CASE(a_peer_that_never_answers_a_creation_is_lost) {
+  Settings s = with_heartbeat(40 * kMillisecond);
+  s.connect_timeout = 30 * kMillisecond;
+  Worker a(0, s);
+  Puppet silent(1, "unix");
+  a.engine->set_peer(silent.address());
+  auto m = std::make_unique<Outgoing>();
+  m->header.flags = kMustDeliver;
+  a.engine->start(1, std::move(m), {.background = true, .target = std::make_unique<Bytes>("1")});
+  a.completion_count.wait_for(1);
+  CHECK(a.completions.at(1).status == CallStatus::kUnreachable);
+  CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "within connect_timeout: it does not answer at ");
+}
+
 /// Messages with borrowed memory have that limit too, although their callers wait until the calls expire.
 CASE(a_peer_that_never_answers_a_borrowed_message_is_lost) {
   Settings s = with_heartbeat(40 * kMillisecond);

@@ -283,7 +283,11 @@ SCENARIO_ROWS = (
     _row(
         "K9.5",
         "a member in a barrier, an all_gather or a broadcast",
-        tests_of(_PARTICIPANTS, "test_a_member_is_lost_in_a_group_operation"),
+        tests_of(
+            _PARTICIPANTS,
+            "test_a_member_is_lost_in_a_group_operation",
+            "test_a_member_is_stopped_before_it_is_connected",
+        ),
     ),
     _row("K9.6", "the owner of a service", tests_of(_OWNERS, "test_the_owner_of_a_service_is_lost")),
 )

@@ -79,3 +79,16 @@ def test_a_member_is_lost_in_a_group_operation(
         assert step.result() == dict.fromkeys(rest, 1)
     check_clean(early, late)
     shut_down(early, late)
+
+
+@pytest.mark.parametrize("victim", ["w0", "w1"])
+def test_a_member_is_stopped_before_it_is_connected(victim: str, three: list[Actor]) -> None:
+    """Stop a member with which no other has a session: they notice it within the limit all the same."""
+    names = tuple(actor.name for actor in three)
+    stopped, *others = sorted(three, key=lambda actor: (actor.name != victim, actor.name))
+    struck = strike(stopped, signal.SIGSTOP)
+    steps = [actor.begin(name_of_lost, take_part, "barrier", names) for actor in others]
+    for step in steps:
+        assert step.result() == victim
+    assert time.monotonic() - struck < LOST
+    check_clean(*others)
