@@ -142,7 +142,7 @@ CASE(a_peer_that_never_answers_is_lost) {
              "within connect_timeout: it does not answer at " + silent.address().addresses.front());
 }
 
-/// So does what no call waits for: a message that connects two workers, so that each notices the loss of the other.
+/// No call waits for a message that connects two workers, so that each notices the loss of the other.
 CASE(a_peer_that_never_answers_a_one_way_message_is_lost) {
   for (const auto flags : {0, +kMustDeliver}) {
     Settings s = with_heartbeat(40 * kMillisecond);

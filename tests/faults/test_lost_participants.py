@@ -83,7 +83,7 @@ def test_a_member_is_lost_in_a_group_operation(
 
 @pytest.mark.parametrize("victim", ["w0", "w1"])
 def test_a_member_is_stopped_before_it_is_connected(victim: str, three: list[Actor]) -> None:
-    """Stop a member with which no other has a session: they notice it within the limit all the same."""
+    """Stop a member with which no other has a session yet."""
     names = tuple(actor.name for actor in three)
     stopped, *others = sorted(three, key=lambda actor: (actor.name != victim, actor.name))
     struck = strike(stopped, signal.SIGSTOP)

@@ -13,7 +13,8 @@ from telegrad.group.addresses import candidates, host_key
 from telegrad.group.records import Group, Member
 from telegrad.options import Options
 from telegrad.types import WorkerInfo
-from telegrad.wire import CompletionField, Tag
+from telegrad.wire import CompletionField
+from telegrad.wire.ints import TAG_CALL
 from telegrad.worker.native import make_engine
 
 __all__ = ["HolderDial"]
@@ -69,5 +70,5 @@ class HolderDial:
         engine.set_peer(member.id, member.name, _LATER, [])
         engine.set_peer(member.id, member.name, 0, [address])  # 0: any incarnation may answer
         timeout = int(self._limit / len(self._addresses) * _SECOND)
-        completion = engine.call(member.id, int(Tag.CALL), 0, 0, None, b"", None, timeout, False, None)
+        completion = engine.call(member.id, TAG_CALL, 0, 0, None, b"", None, timeout, False, None)
         return _ANSWERED in str(completion[CompletionField.WHY])
