@@ -270,3 +270,18 @@ def test_errors_name_the_unpicklable_part() -> None:
         rpc.rpc_async("w1", where, (lock,))
     with pytest.raises((RuntimeError, TypeError), match="lock"):
         rpc.remote("w1", where, (lock,))
+
+
+def one_meaning() -> str:
+    return "one"
+
+
+def another_meaning() -> str:
+    return "another"
+
+
+def test_a_name_gets_another_meaning_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = one_meaning
+    assert rpc.rpc_sync("w1", first) == "one"
+    monkeypatch.setitem(globals(), "one_meaning", another_meaning)
+    assert rpc.rpc_sync("w1", first) == "one"
