@@ -75,7 +75,8 @@ def replace(group: Cluster) -> None:
 
 @pytest.fixture
 def pair() -> Iterator[Cluster]:
-    with cluster(2, dynamic=True, graceful=False, check=False) as group:
+    """Two workers, which both end a session with its connection."""
+    with cluster(2, rpc.Options(resume=False), dynamic=True, graceful=False, check=False) as group:
         yield group
 
 

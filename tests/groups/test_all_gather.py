@@ -133,7 +133,7 @@ def break_connection(group: Cluster) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_broken_connection_to_a_live_member_is_no_loss(dynamic: bool) -> None:
-    with cluster(3, rpc.Options(faults=CUT), dynamic=dynamic, check=False) as group:
+    with cluster(3, rpc.Options(faults=CUT, resume=False), dynamic=dynamic, check=False) as group:
         break_connection(group)
         run_operations(group)
 
@@ -142,7 +142,7 @@ def test_a_broken_connection_to_a_live_member_is_no_loss(dynamic: bool) -> None:
 def test_a_member_that_cannot_be_reached_again_is_lost(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The group's log has not lost it yet."""
     monkeypatch.setattr(gathering_failures, "_is_member", lambda worker, peer: True)
-    with cluster(2, rpc.Options(faults=CUT), graceful=False, check=False) as group:
+    with cluster(2, rpc.Options(faults=CUT, resume=False), graceful=False, check=False) as group:
         break_connection(group)
         group[1 - rank]._worker.close()
         assert isinstance(gather(group, rank, {"w0", "w1"}), (LostWhileGathering, WorkerLost))
