@@ -97,7 +97,7 @@ def test_an_agent_without_observers_is_rejected() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_default_seed_solves_cartpole(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE / "cartpole.py"), "--out", str(tmp_path)]
     solved = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
