@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/crypto.h"
+#include "core/link_error.h"
 
 namespace telegrad {
 namespace {
@@ -301,7 +302,7 @@ Handshake::Step Handshake::on_refuse(std::string_view body) {
                          equal_in_constant_time(in.text(), mac("refuse", reason + transcript_));
   if (authentic) answer_ = answer;
   Step step = fail(why == kRefused ? kRefusedByPeer : "refused by the peer: " + printable(why));
-  step.refused = true;
+  step.code = kRefusalCode;
   return step;
 }
 
@@ -315,7 +316,7 @@ Handshake::Step Handshake::refuse_unauthenticated(std::string why) {
 
 Handshake::Step Handshake::refuse_wrong_secret() {
   Step step = refuse_unauthenticated("the group's secret does not match");
-  step.refused = true;
+  step.code = kRefusalCode;
   return step;
 }
 

@@ -24,6 +24,7 @@
 // (`received`, else 0). Links are continued if both ends want it (`resume`). A pure state machine: bytes in, bytes out.
 #pragma once
 
+#include <cerrno>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -65,10 +66,10 @@ class Handshake {
   struct Step {
     std::optional<FrameType> send;  // a frame to send, with this body
     std::string body;
-    bool proven = false;   // the other end is authenticated: `proceed` follows, or `refuse`
-    bool open = false;     // both ends are authenticated, and agree
-    std::string failed;    // not empty: the reason for which the link must be closed
-    bool refused = false;  // `failed`: the other end has refused, or has not proven the secret
+    bool proven = false;  // the other end is authenticated: `proceed` follows, or `refuse`
+    bool open = false;    // both ends are authenticated, and agree
+    std::string failed;   // not empty: the reason for which the link must be closed,
+    int code = EPROTO;    // and its code, see LinkError
   };
 
   /// Makes the initiating side of a connection to `target`. `link`: the name of an earlier link, unless the purpose is

@@ -17,6 +17,8 @@ using wire::Loss;
 /// Code of a refusal in the handshake: the other end has refused this one, or has not proven the group's secret. No
 /// system call of a socket fails with it.
 inline constexpr int kRefusalCode = EKEYREJECTED;
+/// Code of the end of a handshake with an older process of the peer.
+inline constexpr int kOlderCode = ESTALE;
 
 struct LinkError {
   LinkError() = default;  // a plain end of stream
@@ -42,11 +44,12 @@ struct LinkError {
   /// Returns the kind of loss of a peer whose connection this has ended.
   Loss loss() const {
     if (code == 0) return Loss::kClosed;
+    if (code == kOlderCode) return Loss::kOlder;
     return code == kRefusalCode ? Loss::kRefused : Loss::kOther;
   }
 
   std::string text;
-  int code = 0;  // errno of a failed system call, kRefusalCode, EPROTO for any other reason; 0: a plain end of stream
+  int code = 0;  // errno of a failed system call, one of those above, EPROTO for any other; 0: a plain end of stream
 };
 
 }  // namespace telegrad

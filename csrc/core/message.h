@@ -26,7 +26,7 @@ namespace telegrad {
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 inline constexpr std::uint32_t kMagic = 0x31524754;  // "TGR1"
-inline constexpr std::uint32_t kProtocolVersion = 14;
+inline constexpr std::uint32_t kProtocolVersion = 15;
 
 enum class FrameType : std::uint8_t {
   kHello = 1,      // handshake, initiator: own identity, wanted identity, nonce

@@ -65,7 +65,7 @@ void Peers::take_step(const ConnectionPtr& c, const Handshake::Step& step) {
   if (step.send) {
     if (parts_.sender.transmit(c, frame(step)) == SendResult::kBroken) return;
   }
-  if (!step.failed.empty()) return close_connection(c, {step.failed, step.refused ? kRefusalCode : EPROTO});
+  if (!step.failed.empty()) return close_connection(c, {step.failed, step.code});
   if (step.open && c->handshake.for_lane()) return attach_lane(c);
   if (step.open && c->handshake.purpose() == Purpose::kResume) return resume_session(c);
   if (step.open) on_open(c);  // after the welcome, which must be the first frame on the link

@@ -152,7 +152,8 @@ std::optional<Handshake::Step> Peers::decide(const ConnectionPtr& c, std::vector
   if (!c->initiator) {
     if (auto step = refuse_older(handshake, peer)) return step;
   } else if (remote.incarnation < peer.newest) {
-    return Handshake::Step{.failed = "an older process of worker " + remote.name + " answers at this address"};
+    return Handshake::Step{.failed = "an older process of worker " + remote.name + " answers at this address",
+                           .code = kOlderCode};
   }
   peer.newest = std::max(peer.newest, remote.incarnation);
   if (std::exchange(peer.was_lost, false)) {
@@ -192,7 +193,9 @@ std::optional<Handshake::Step> Peers::decide(const ConnectionPtr& c, std::vector
 }
 
 /// Returns why the sessions of an older process end.
-std::string Peers::replaced_by(const Identity& newer) { return "another process has become worker " + newer.name; }
+std::string Peers::replaced_by(const Identity& newer) {
+  return std::string(wire::LossText::kReplaced) + " " + newer.name;
+}
 
 /// Refuses a process if a newer one has its name; null if it is the newest known.
 std::optional<Handshake::Step> Peers::refuse_older(Handshake& handshake, const Peer& peer) {

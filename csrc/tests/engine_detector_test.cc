@@ -130,65 +130,64 @@ CASE(a_slow_reader_is_not_lost) {
   CHECK(completion.status == CallStatus::kPeerLost);
 }
 
+/// A worker, and a peer that accepts connections and never answers: they stay in its backlog.
+struct Unanswered {
+  Unanswered() { a.engine->set_peer(silent.address()); }
+  static Settings settings() {
+    Settings s = with_heartbeat(40 * kMillisecond);
+    s.connect_timeout = 30 * kMillisecond;
+    return s;
+  }
+  void check_loss() {
+    CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost),
+               "within connect_timeout: it does not answer at " + silent.address().addresses.front());
+  }
+  Worker a{0, settings()};
+  Puppet silent{1, "unix"};
+};
+
 /// Messages that must be delivered do not wait forever for a peer that accepts connections and never answers.
 CASE(a_peer_that_never_answers_is_lost) {
-  Settings s = with_heartbeat(40 * kMillisecond);
-  s.connect_timeout = 30 * kMillisecond;
-  Worker a(0, s);
-  Puppet silent(1, "unix");  // its connections stay in the backlog
-  a.engine->set_peer(silent.address());
-  CHECK(a.call(1, {.flags = kMustDeliver}).status == CallStatus::kUnreachable);
-  CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost),
-             "within connect_timeout: it does not answer at " + silent.address().addresses.front());
+  Unanswered u;
+  CHECK(u.a.call(1, {.flags = kMustDeliver}).status == CallStatus::kUnreachable);
+  u.check_loss();
 }
 
 /// No call waits for a message that connects two workers, so that each notices the loss of the other.
 CASE(a_peer_that_never_answers_a_one_way_message_is_lost) {
   for (const auto flags : {0, +kMustDeliver}) {
-    Settings s = with_heartbeat(40 * kMillisecond);
-    s.connect_timeout = 30 * kMillisecond;
-    Worker a(0, s);
-    Puppet silent(1, "unix");
-    a.engine->set_peer(silent.address());
+    Unanswered u;
     auto m = std::make_unique<Outgoing>();
     m->header.type = FrameType::kOneway;
     m->header.flags = static_cast<std::uint16_t>(flags);
-    a.engine->send(1, std::move(m));
-    CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "within connect_timeout: it does not answer at ");
+    u.a.engine->send(1, std::move(m));
+    u.check_loss();
   }
 }
 
 /// A request of the background that must be delivered, as one that creates a reference.
 CASE(a_peer_that_never_answers_a_creation_is_lost) {
-  Settings s = with_heartbeat(40 * kMillisecond);
-  s.connect_timeout = 30 * kMillisecond;
-  Worker a(0, s);
-  Puppet silent(1, "unix");
-  a.engine->set_peer(silent.address());
+  Unanswered u;
   auto m = std::make_unique<Outgoing>();
   m->header.flags = kMustDeliver;
-  a.engine->start(1, std::move(m), {.background = true, .target = std::make_unique<Bytes>("1")});
-  a.completion_count.wait_for(1);
-  CHECK(a.completions.at(1).status == CallStatus::kUnreachable);
-  CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "within connect_timeout: it does not answer at ");
+  u.a.engine->start(1, std::move(m), {.background = true, .target = std::make_unique<Bytes>("1")});
+  u.a.completion_count.wait_for(1);
+  CHECK(u.a.completions.at(1).status == CallStatus::kUnreachable);
+  u.check_loss();
 }
 
 /// Messages with borrowed memory have that limit too, although their callers wait until the calls expire.
 CASE(a_peer_that_never_answers_a_borrowed_message_is_lost) {
-  Settings s = with_heartbeat(40 * kMillisecond);
-  s.connect_timeout = 30 * kMillisecond;
-  Worker a(0, s);
-  Puppet silent(1, "unix");
-  a.engine->set_peer(silent.address());
+  Unanswered u;
   std::string segment(1 << 20, 'a');
   auto m = std::make_unique<Outgoing>();
   m->header.flags = kMustDeliver;
   m->segments.push_back({reinterpret_cast<const std::byte*>(segment.data()), segment.size()});
   m->owner = std::make_unique<Bytes>();
-  a.engine->start(1, std::move(m), {.target = std::make_unique<Bytes>("1")});
-  a.completion_count.wait_for(1);
-  CHECK(a.completions.at(1).status == CallStatus::kUnreachable);
-  CHECK_SAYS(a.wait_for_event(EventKind::kPeerLost), "within connect_timeout: it does not answer at ");
+  u.a.engine->start(1, std::move(m), {.target = std::make_unique<Bytes>("1")});
+  u.a.completion_count.wait_for(1);
+  CHECK(u.a.completions.at(1).status == CallStatus::kUnreachable);
+  u.check_loss();
 }
 
 int option(int fd, int level, int name) {

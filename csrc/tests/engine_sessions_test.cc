@@ -285,6 +285,7 @@ CASE(an_older_process_that_is_dialed_while_it_is_replaced_gets_no_session) {
   address.identity.incarnation = 2077;
   a.engine->set_peer(address);
   CHECK_SAYS(call.why, "an older process of worker w1 answers at this address");
+  CHECK(call.loss == wire::Loss::kOlder);
   CHECK_EQ(body_of(a.call(1, {.body = "y"})), "y");
 }
 

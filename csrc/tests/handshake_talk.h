@@ -33,7 +33,7 @@ inline void check_failed(const Handshake::Step& step, const std::string& why) {
   CHECK_SAYS(step.failed, why);
   const bool refused =
       step.failed.starts_with("refused by the peer") || step.failed == "the group's secret does not match";
-  CHECK_EQ(step.refused, refused);
+  CHECK_EQ(step.code == kRefusalCode, refused);
 }
 
 /// Alice and Bob; the test passes each frame between them.

@@ -101,6 +101,12 @@ enum class Loss : std::uint8_t {
   kOther = 0,
   kClosed = 1,  // the connection was closed without a goodbye
   kRefused = 2,  // in the handshake: the peer has refused this worker, or has not proven the group's secret
+  kOlder = 3,  // in the handshake: an older process of the peer has proven its identity
+};
+
+/// Beginning of a reason for the loss of a peer; the name of the peer follows.
+struct LossText {
+  static constexpr const char* kReplaced = "another process has become worker";
 };
 
 /// Position in the call metadata, the tuple in the last segment of a message.

@@ -10,7 +10,7 @@ from typing import Any, Self
 from telegrad.rpc import Options, Worker
 
 MAGIC = 0x31524754
-VERSION = 14
+VERSION = 15
 HELLO, CHALLENGE, PROOF, WELCOME, REFUSE, ANSWER, CONFIRM = 1, 2, 3, 4, 5, 6, 7
 REQUEST, REPLY, ONEWAY, CREDIT, GOODBYE = 16, 17, 18, 19, 20
 CANCEL, CALL_STATE = 22, 23

@@ -28,7 +28,7 @@ def test_a_parked_request_does_not_run_after_its_end(clean: Cluster, end: str) -
     gate = Gate()
     rref = rpc.remote("w1", make, (local := Local(gate),))
     gate.wait_for()
-    call = rref.rpc_async(timeout=0.3 if end == "deadline" else 0).count()
+    call = rref.rpc_async(timeout=1 if end == "deadline" else 0).count()
     eventually(lambda: clean[1].debug_info().counts.parked_requests == 1)
     if end == "cancel":
         assert call.cancel()

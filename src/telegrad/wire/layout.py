@@ -8,7 +8,7 @@ from enum import IntEnum, StrEnum
 
 __all__ = [
     "ANY_EPOCH", "CallFormField", "CallStateText", "CancelItemField", "CompletionField", "CompletionItemField",
-    "EventItemField", "EventKind", "KnownNameField", "Loss", "MessageItemField", "MetadataField", "NodeKind",
+    "EventItemField", "EventKind", "KnownNameField", "Loss", "LossText", "MessageItemField", "MetadataField", "NodeKind",
     "RequestStateText", "ScopeField", "WorkKind",
 ]  # fmt: skip
 
@@ -49,6 +49,13 @@ class Loss(IntEnum):
     OTHER = 0
     CLOSED = 1  # the connection was closed without a goodbye
     REFUSED = 2  # in the handshake: the peer has refused this worker, or has not proven the group's secret
+    OLDER = 3  # in the handshake: an older process of the peer has proven its identity
+
+
+class LossText(StrEnum):
+    """Beginning of a reason for the loss of a peer; the name of the peer follows."""
+
+    REPLACED = "another process has become worker"
 
 
 class MetadataField(IntEnum):

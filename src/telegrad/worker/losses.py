@@ -2,10 +2,11 @@
 
 from typing import Self
 
+from telegrad.wire import LossText
+
 __all__ = ["LossReason", "Losses"]
 
 _KEPT = 8  # reasons of one worker; a process has at most a few: of its session, and of the group
-_REPLACED = "another process has become worker"  # text of the core, csrc/core/peers_sessions.cc
 
 
 class LossReason(str):
@@ -60,6 +61,6 @@ class Losses:
             return why.incarnation
         ends = reversed(self._ends.get(worker_id, ()))
         ended = next((incarnation for incarnation, reason in ends if reason == why), 0)
-        if ended and (not connected or why.startswith(_REPLACED)):
+        if ended and (not connected or why.startswith(LossText.REPLACED)):
             return ended
         return connected or newest

@@ -13,7 +13,7 @@ from telegrad.group.addresses import candidates, host_key
 from telegrad.group.records import Group, Member
 from telegrad.options import Options
 from telegrad.types import WorkerInfo
-from telegrad.wire import CompletionField
+from telegrad.wire import CompletionField, Loss
 from telegrad.wire.ints import TAG_CALL
 from telegrad.worker.native import make_engine
 
@@ -23,7 +23,6 @@ _SECOND = 1_000_000_000
 _INTERVALS = 3  # of heartbeats, within which the core loses a silent peer: csrc/core/silence.h
 _NO_MEMBER = -1  # id of the initiator
 _LATER = (1 << 64) - 1  # incarnation
-_ANSWERED = "an older process of worker"  # text of the core: csrc/core/peers_sessions.cc
 _STOP_TIMEOUT = 2.0  # s for the thread to end once the engine has stopped
 
 
@@ -71,4 +70,4 @@ class HolderDial:
         engine.set_peer(member.id, member.name, 0, [address])  # 0: any incarnation may answer
         timeout = int(self._limit / len(self._addresses) * _SECOND)
         completion = engine.call(member.id, TAG_CALL, 0, 0, None, b"", None, timeout, False, None)
-        return _ANSWERED in str(completion[CompletionField.WHY])
+        return bool(completion[CompletionField.LOSS] == Loss.OLDER)

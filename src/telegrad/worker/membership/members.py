@@ -9,6 +9,7 @@ from telegrad.errors import LEFT, UnknownWorker, WorkerLost
 from telegrad.group.rendezvous import Member
 from telegrad.protocols.membership import ordinal_of
 from telegrad.types import WorkerInfo
+from telegrad.wire import LossText
 from telegrad.worker.losses import Losses, LossReason
 
 __all__ = ["MAX_RETIRED", "Members", "NotAWorker"]
@@ -64,7 +65,7 @@ class Members:
             was_retired = member.id in self._retired
             replaced = known is not None and known.incarnation != member.incarnation
             if known is not None and replaced:
-                self.losses.record(member.id, known.incarnation, f"another process has become worker {member.name}")
+                self.losses.record(member.id, known.incarnation, f"{LossText.REPLACED} {member.name}")
             if replaced or was_retired:  # the loss is of the previous process: `lost_processes`
                 self.mark_present(member.id)
             self._members[member.id] = member
