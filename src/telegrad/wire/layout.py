@@ -8,8 +8,8 @@ from enum import IntEnum, StrEnum
 
 __all__ = [
     "ANY_EPOCH", "CallFormField", "CallStateText", "CancelItemField", "CompletionField", "CompletionItemField",
-    "EventItemField", "EventKind", "KnownNameField", "Loss", "LossText", "MessageItemField", "MetadataField", "NodeKind",
-    "RequestStateText", "ScopeField", "WorkKind",
+    "EventItemField", "EventKind", "KnownNameField", "Loss", "LossText", "MessageItemField", "MetadataField",
+    "NodeKind", "RequestStateText", "ScopeField", "WorkKind",
 ]  # fmt: skip
 
 ANY_EPOCH = -1  # of messages that may be sent in any session
