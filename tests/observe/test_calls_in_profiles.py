@@ -60,8 +60,8 @@ def test_functions_that_telegrad_carries_are_shown_by_their_names(profile: Any) 
     with profile() as mapped:
         assert len(list(rpc.map(["w1"], double, [X]))) == 1
     with profile() as streamed:
-        assert len(list(rpc.stream("w1", profile_helpers.doubles, (X, 2)))) == 2
-        assert len(list(rref.stream().copies(2))) == 2
+        assert len(list(rpc.stream("w1", profile_helpers.doubles, (X, 2), prefetch=1))) == 2
+        assert len(list(rref.stream(prefetch=1).copies(2))) == 2
     for prof in (retried, mapped):
         assert only(prof, "rpc_async#double(w0 -> w1)#remote_op: aten::add").node_id == 1
     for name, operator in (("doubles", "add"), ("copies", "mul")):
